@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAGE_SIZE', 'KINDS', 'latent_row_bytes', 'new_latent_cache', 'new_index_cache', 'write_latent', 'pack_latent',
-           'gather_latent', 'unpack_latent', 'latent_width', 'write_index_key', 'positions_to_slots', 'check_positions']
+           'read_latent', 'gather_latent', 'unpack_latent', 'latent_width', 'write_index_key', 'positions_to_slots',
+           'check_positions']
 
 # %% ../../nbs/06_cache.ipynb #79d0993e
 import torch
@@ -96,15 +97,25 @@ def pack_latent(
     return torch.cat([p.contiguous().view(torch.uint8) for p in parts], -1)
 
 # %% ../../nbs/06_cache.ipynb #d26614c7
+def read_latent(
+    cache: Tensor,       # see `new_latent_cache`
+    slot: Tensor,        # [n] int64, all of them valid
+    rope_dim: int = 64,  # P; an FP8 row cannot be cut without it
+    dtype: torch.dtype = torch.bfloat16,  # model dtype, of what an FP8 cache returns
+) -> Tensor:             # [n, R + P], the cache's dtype, or `dtype` from an FP8 cache
+    "The rows at these slots, one after another, FP8 undone."
+    rows = cache.view(-1, cache.shape[2]).index_select(0, slot)
+    return unpack_latent(rows, rope_dim, dtype) if cache.dtype == torch.uint8 else rows
+
+
 def gather_latent(
     cache: Tensor,       # see `new_latent_cache`
     slot: Tensor,        # [...] int64; -1 gives a row of zeros
-    rope_dim: int = 64,  # P; an FP8 row cannot be cut without it
+    rope_dim: int = 64,  # P
     dtype: torch.dtype = torch.bfloat16,  # model dtype, of what an FP8 cache returns
 ) -> Tensor:             # [..., R + P], the cache's dtype, or `dtype` from an FP8 cache
-    "The rows at these slots, FP8 undone."
-    rows = cache.view(-1, cache.shape[2])[slot.clamp_min(0)]
-    if cache.dtype == torch.uint8: rows = unpack_latent(rows, rope_dim, dtype)
+    "The rows at these slots, in the shape of `slot`."
+    rows = read_latent(cache, slot.clamp_min(0).flatten(), rope_dim, dtype).view(*slot.shape, -1)
     return rows.masked_fill_((slot < 0)[..., None], 0)
 
 

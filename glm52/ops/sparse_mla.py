@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import resolve
-from .cache import gather_latent
+from .cache import read_latent
 
 # %% ../../nbs/07_sparse_mla.ipynb #d32797bc
 def naive_sparse_mla(
@@ -34,8 +34,8 @@ def naive_sparse_mla(
     return out, lse
 
 # %% ../../nbs/07_sparse_mla.ipynb #7a3a8d44
-TILE = 64              # a row's list is padded to a multiple of this
-SCRATCH = 64 << 20     # bytes of gathered rows at a time
+TILE = 64                                      # a row's list is padded to a multiple of this
+SCRATCH = {"cpu": 2 << 20, "cuda": 256 << 20}  # bytes of gathered rows at a time: a core's cache; a corner of a GPU
 
 
 def sparse_mla_torch(
@@ -46,34 +46,36 @@ def sparse_mla_torch(
     rope_dim: int = 64,    # P
 ) -> Tensor:               # [T, H, R] model dtype
     "Rows of one width together, gathered by slot; a row's width, and so its bits, depend on that row alone."
+    groups = _rows_by_width(slots)
+    for width, rows in groups.items():
+        if len(rows) == len(q) <= _chunk(q, width): return _attend(q, latent_cache, slots[:, :width], scale, rope_dim)
     out = q.new_zeros(*q.shape[:2], q.shape[2] - rope_dim)
-    for width, rows in _rows_by_width(slots).items():
-        step = max(1, SCRATCH // (width * q.shape[2] * 4))
-        for low in range(0, len(rows), step):
-            part = rows[low:low + step]
-            whole = len(part) == len(slots)
-            here = slots[:, :width] if whole else slots[part, :width]
-            result = _attend(q if whole else q[part], latent_cache, here, scale, rope_dim)
-            if whole: return result
-            out[part] = result
+    for width, rows in groups.items():
+        for part in torch.tensor(rows, device=q.device).split(_chunk(q, width)):
+            out[part] = _attend(q[part], latent_cache, slots[part, :width], scale, rope_dim)
     return out
 
 
+def _chunk(q, width):
+    "Rows of this width whose gathered cache rows, in fp32, fit the scratch space."
+    return max(1, SCRATCH[q.device.type] // (width * q.shape[2] * 4))
+
+
 def _rows_by_width(slots):
-    "Width (a multiple of 64 that reaches the row's last valid slot) -> rows; empty rows are in no group."
+    "Width (a multiple of 64 that reaches the row's last valid slot) -> rows; rows without a slot are in no group."
+    if slots.shape[1] == 0: return {}
     place = torch.arange(1, slots.shape[1] + 1, device=slots.device)
-    last = (place * (slots >= 0)).amax(1) if slots.shape[1] else slots.new_zeros(len(slots))
     groups = {}
-    for row, count in enumerate(last.tolist()):
-        if count: groups.setdefault(-(-count // TILE) * TILE, []).append(row)
+    for row, last in enumerate(((slots >= 0) * place).amax(1).tolist()):
+        if last: groups.setdefault(-(-last // TILE) * TILE, []).append(row)
     return groups
 
 
 def _attend(q, latent_cache, slots, scale, rope_dim):
-    "One group: gather, two batched products in fp32, softmax between them."
+    "One group: gather, two batched products in fp32 with a softmax between them."
     absent = slots < 0
-    stand_in = slots.amax(1, keepdim=True)      # a row of its own, so that another request's values never enter
-    kv = gather_latent(latent_cache, torch.where(absent, stand_in, slots), rope_dim, q.dtype).float()
+    slots = torch.where(absent, slots.amax(1, keepdim=True), slots)   # stand-ins are the row's own, never another request's
+    kv = read_latent(latent_cache, slots.flatten(), rope_dim, q.dtype).float().view(*slots.shape, -1)
     scores = torch.bmm(q.float(), kv.transpose(1, 2)).mul_(scale)
     p = scores.masked_fill_(absent[:, None], -torch.inf).softmax(-1)
     return torch.bmm(p, kv[..., :-rope_dim]).to(q.dtype)

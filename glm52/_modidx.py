@@ -49,6 +49,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'glm52.ops.cache': { 'glm52.ops.cache._check_kind': ('cache.html#_check_kind', 'glm52/ops/cache.py'),
                                  'glm52.ops.cache._rows_to_write': ('cache.html#_rows_to_write', 'glm52/ops/cache.py'),
                                  'glm52.ops.cache.check_positions': ('cache.html#check_positions', 'glm52/ops/cache.py'),
+                                 'glm52.ops.cache.check_slots': ('cache.html#check_slots', 'glm52/ops/cache.py'),
                                  'glm52.ops.cache.gather_latent': ('cache.html#gather_latent', 'glm52/ops/cache.py'),
                                  'glm52.ops.cache.latent_row_bytes': ('cache.html#latent_row_bytes', 'glm52/ops/cache.py'),
                                  'glm52.ops.cache.latent_width': ('cache.html#latent_width', 'glm52/ops/cache.py'),

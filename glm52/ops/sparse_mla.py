@@ -35,7 +35,7 @@ def naive_sparse_mla(
 
 # %% ../../nbs/07_sparse_mla.ipynb #7a3a8d44
 TILE = 64                                      # a row's list is padded to a multiple of this
-SCRATCH = {"cpu": 2 << 20, "cuda": 256 << 20}  # bytes of gathered rows at a time: a core's cache; a corner of a GPU
+SCRATCH = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of gathered rows at a time: a core's cache; a corner of a GPU
 
 
 def sparse_mla_torch(

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ..device import resolve
-from .cache import read_latent
+from .cache import check_slots, latent_row_bytes, read_latent
 
-# %% ../../nbs/07_sparse_mla.ipynb #d32797bc
+# %% ../../nbs/07_sparse_mla.ipynb #7a3a8d44
 def naive_sparse_mla(
-    q: Tensor,          # [T, H, R + P] absorbed queries: latent part, then rotated rope part
-    kv: Tensor,         # [S, R + P] one request's cache in order of position
-    positions: Tensor,  # [T, K] positions that row t attends to; -1: none
-    scale: float,       # softmax scale, (nope + rope)^-0.5
+    q: Tensor,           # [T, H, R + P] absorbed queries: latent part, then rotated rope part
+    kv: Tensor,          # [S, R + P] one request's cache in order of position
+    positions: Tensor,   # [T, K] positions that row t attends to; -1: none
+    scale: float,        # softmax scale, (nope + rope)^-0.5
     rope_dim: int = 64,  # P
 ) -> tuple[Tensor, Tensor]:  # out [T, H, R] fp32, log-sum-exp [T, H] fp32 (natural logarithm)
-    "softmax(q · kv) · latent over the chosen positions, one row at a time."
+    "softmax(q · kv) · latent over the chosen positions; a row that chose none gives 0 and -inf."
     out = q.new_zeros(*q.shape[:2], q.shape[2] - rope_dim, dtype=torch.float32)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for t, chosen in enumerate(positions.long()):
@@ -33,7 +33,7 @@ def naive_sparse_mla(
         out[t] = scores.softmax(-1) @ rows[:, :-rope_dim]
     return out, lse
 
-# %% ../../nbs/07_sparse_mla.ipynb #7a3a8d44
+# %% ../../nbs/07_sparse_mla.ipynb #61b22866
 TILE = 64                                      # a row's list is padded to a multiple of this
 SCRATCH = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of gathered rows at a time: a core's cache; a corner of a GPU
 
@@ -46,19 +46,23 @@ def sparse_mla_torch(
     rope_dim: int = 64,    # P
 ) -> Tensor:               # [T, H, R] model dtype
     "Rows of one width together, gathered by slot; a row's width, and so its bits, depend on that row alone."
-    groups = _rows_by_width(slots)
-    for width, rows in groups.items():
-        if len(rows) == len(q) <= _chunk(q, width): return _attend(q, latent_cache, slots[:, :width], scale, rope_dim)
+    if (odd := slots.shape[1] % TILE): slots = torch.nn.functional.pad(slots, (0, TILE - odd), value=-1)
+    try: return _group_after_group(q, latent_cache, slots, scale, rope_dim)
+    except IndexError:
+        check_slots(slots, len(latent_cache), "sparse_mla")
+        raise
+
+
+def _group_after_group(q, latent_cache, slots, scale, rope_dim):
+    "All groups, in chunks that fit the scratch space."
     out = q.new_zeros(*q.shape[:2], q.shape[2] - rope_dim)
-    for width, rows in groups.items():
-        for part in torch.tensor(rows, device=q.device).split(_chunk(q, width)):
+    for width, rows in _rows_by_width(slots).items():
+        chunk = max(1, SCRATCH[q.device.type] // (width * q.shape[2] * 4))
+        if len(rows) == len(q) <= chunk:      # a usual decode step: one group, nothing to pick
+            return _attend(q, latent_cache, slots[:, :width], scale, rope_dim)
+        for part in torch.tensor(rows, device=q.device).split(chunk):
             out[part] = _attend(q[part], latent_cache, slots[part, :width], scale, rope_dim)
     return out
-
-
-def _chunk(q, width):
-    "Rows of this width whose gathered cache rows, in fp32, fit the scratch space."
-    return max(1, SCRATCH[q.device.type] // (width * q.shape[2] * 4))
 
 
 def _rows_by_width(slots):
@@ -72,10 +76,10 @@ def _rows_by_width(slots):
 
 
 def _attend(q, latent_cache, slots, scale, rope_dim):
-    "One group: gather, two batched products in fp32 with a softmax between them."
+    "One chunk of a group: gather, two batched products in fp32 with a softmax between them."
     absent = slots < 0
-    slots = torch.where(absent, slots.amax(1, keepdim=True), slots)   # stand-ins are the row's own, never another request's
-    kv = read_latent(latent_cache, slots.flatten(), rope_dim, q.dtype).float().view(*slots.shape, -1)
+    present = torch.where(absent, slots.amax(1, keepdim=True), slots)      # stand-ins: one of the row's own
+    kv = read_latent(latent_cache, present.flatten(), rope_dim, q.dtype).float().view(*slots.shape, -1)
     scores = torch.bmm(q.float(), kv.transpose(1, 2)).mul_(scale)
     p = scores.masked_fill_(absent[:, None], -torch.inf).softmax(-1)
     return torch.bmm(p, kv[..., :-rope_dim]).to(q.dtype)
@@ -83,7 +87,7 @@ def _attend(q, latent_cache, slots, scale, rope_dim):
 
 IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": sparse_mla_torch}
 
-# %% ../../nbs/07_sparse_mla.ipynb #1a8bd394
+# %% ../../nbs/07_sparse_mla.ipynb #9d6ed46d
 def sparse_mla(
     q: Tensor,             # [T, H, R + P] model dtype
     latent_cache: Tensor,  # [pages, 64, R + P], or [pages, 64, 656] uint8
@@ -97,7 +101,10 @@ def sparse_mla(
         raise ValueError(f"sparse_mla: q [T, H, R + P] and slots [T, K] must agree, "
                          f"got {tuple(q.shape)} and {tuple(slots.shape)}")
     if slots.dtype != torch.int64: raise ValueError(f"sparse_mla: slots must be int64, got {slots.dtype}")
-    if latent_cache.dtype != torch.uint8 and latent_cache.shape[2] != q.shape[2]:
-        raise ValueError(f"sparse_mla: queries of {q.shape[2]} cannot meet cache rows of {latent_cache.shape[2]}")
+    if not 0 < rope_dim < q.shape[2]: raise ValueError(f"sparse_mla: a rope part of {rope_dim} in queries of {q.shape[2]}")
+    plain = latent_cache.dtype != torch.uint8
+    if latent_cache.shape[2] != (q.shape[2] if plain else latent_row_bytes(q.shape[2] - rope_dim, rope_dim)):
+        raise ValueError(f"sparse_mla: queries of {q.shape[2]} cannot meet cache rows of {latent_cache.shape[2]} "
+                         f"{'values' if plain else 'bytes'}")
     function = resolve("sparse_mla", IMPLEMENTATIONS, impl or "torch", q.device)
     return function(q, latent_cache, slots, scale, rope_dim)

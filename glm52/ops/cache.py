@@ -26,7 +26,7 @@ def latent_row_bytes(
     "R e4m3 values, one fp32 scale for each 128 of them, P rope values in bf16."
     return latent + 4 * -(-latent // BLOCK) + 2 * rope
 
-
+# %% ../../nbs/06_cache.ipynb #e2a95fb6
 def new_latent_cache(
     pages: int,                           # pages of 64 tokens
     kind: str = "auto",                   # "auto": rows in `dtype`; "fp8": 656-byte rows
@@ -79,7 +79,8 @@ def write_latent(
 def _rows_to_write(name, cache, slot, *tensors):
     "Check shapes and addresses, drop the rows whose slot is -1."
     if any(t.dim() != 2 or len(t) != len(slot) for t in tensors):
-        raise ValueError(f"{name}: {len(slot)} slots need as many rows, got {[tuple(t.shape) for t in tensors]}")
+        raise ValueError(f"{name}: {len(slot)} slots need as many rows, "
+                         f"got {[tuple(t.shape) for t in tensors]}")
     if slot.dtype != torch.int64: raise ValueError(f"{name}: slots must be int64, got {slot.dtype}")
     if len(slot) == 0: return slot, *tensors
     low, high = (int(s) for s in slot.aminmax())
@@ -110,7 +111,8 @@ def write_index_key(
     width = key.shape[1]
     want = (PAGE_SIZE, width) if cache.dtype != torch.uint8 else (PAGE_SIZE * (width + 4),)
     if cache.shape[1:] != want:
-        raise ValueError(f"write_index_key: keys of {width} values do not fit a cache {tuple(cache.shape)} {cache.dtype}")
+        raise ValueError(f"write_index_key: keys of {width} values do not fit "
+                         f"a cache {tuple(cache.shape)} {cache.dtype}")
     if cache.dtype != torch.uint8:
         cache.view(-1, width).index_copy_(0, slot, key.to(cache.dtype))
         return
@@ -142,7 +144,7 @@ def gather_latent(
     rows = rows.view(*slot.shape, rows.shape[1])
     return rows.masked_fill_((slot < 0)[..., None], 0)
 
-
+# %% ../../nbs/06_cache.ipynb #b4d14909
 def unpack_latent(
     rows: Tensor,        # [n, 656] uint8
     rope_dim: int = 64,  # P
@@ -187,24 +189,25 @@ def check_positions(
     page_table: Tensor,   # [B, pages]; negative: no page there
     row_request: Tensor,  # [T]
 ) -> None:
-    "`ValueError` naming the first row that asks for a request, position or page that the page table does not hold."
+    "`ValueError` naming the first row whose request, position or page the page table does not hold."
     requests, pages = page_table.shape
     strange = ((row_request < 0) | (row_request >= requests)).nonzero().flatten()
     if len(strange):
         row = int(strange[0])
-        raise ValueError(f"row {row} belongs to request {int(row_request[row])}; the page table has {requests} requests")
+        raise ValueError(f"row {row} belongs to request {int(row_request[row])}; "
+                         f"the page table has {requests} requests")
     beyond = ((positions >= pages * PAGE_SIZE) | (positions < -1)).nonzero()
     if len(beyond):
         row, column = beyond[0].tolist()
-        raise ValueError(f"row {row} of request {int(row_request[row])} asks for position {int(positions[row, column])}; "
-                         f"its {pages} pages of {PAGE_SIZE} hold positions 0 to {pages * PAGE_SIZE - 1}")
+        raise ValueError(f"row {row} of request {int(row_request[row])} asks for position "
+                         f"{int(positions[row, column])}; its {pages} pages of {PAGE_SIZE} hold positions 0 to {pages * PAGE_SIZE - 1}")
     page = page_table.long()[row_request[:, None], positions.clamp_min(0).long() // PAGE_SIZE]
     holes = ((page < 0) & (positions >= 0)).nonzero()
     if len(holes):
         row, column = holes[0].tolist()
         position = int(positions[row, column])
-        raise ValueError(f"row {row} asks for position {position} of request {int(row_request[row])}, whose page "
-                         f"{position // PAGE_SIZE} was never handed out")
+        raise ValueError(f"row {row} asks for position {position} of request {int(row_request[row])}, "
+                         f"whose page {position // PAGE_SIZE} was never handed out")
 
 
 def check_slots(
@@ -216,5 +219,6 @@ def check_slots(
     wrong = ((slots < -1) | (slots >= pages * PAGE_SIZE)).nonzero()
     if len(wrong):
         row, column = wrong[0].tolist()
-        raise ValueError(f"{what}: row {row}, entry {column} is slot {int(slots[row, column])}; a cache of {pages} pages "
-                         f"has slots 0 to {pages * PAGE_SIZE - 1}, and -1 for none ({len(wrong)} wrong in all)")
+        raise ValueError(f"{what}: row {row}, entry {column} is slot {int(slots[row, column])}; a cache of "
+                         f"{pages} pages has slots 0 to {pages * PAGE_SIZE - 1}, and -1 for none "
+                         f"({len(wrong)} wrong in all)")

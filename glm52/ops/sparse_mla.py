@@ -35,9 +35,29 @@ def naive_sparse_mla(
 
 # %% ../../nbs/07_sparse_mla.ipynb #61b22866
 TILE = 64                                      # a row's list is padded to a multiple of this
-SCRATCH = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of gathered rows at a time: a core's cache; a corner of a GPU
+SCRATCH = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of gathered rows at a time
 
 
+def _rows_by_width(slots):
+    "Width (a multiple of 64 that reaches the row's last valid slot) -> rows; empty rows are in no group."
+    if slots.shape[1] == 0: return {}
+    place = torch.arange(1, slots.shape[1] + 1, device=slots.device)
+    groups = {}
+    for row, last in enumerate(((slots >= 0) * place).amax(1).tolist()):
+        if last: groups.setdefault(-(-last // TILE) * TILE, []).append(row)
+    return groups
+
+
+def _attend(q, latent_cache, slots, scale, rope_dim):
+    "One chunk of a group: gather, two batched products in fp32 with a softmax between them."
+    absent = slots < 0
+    present = torch.where(absent, slots.amax(1, keepdim=True), slots)      # stand-ins: one of the row's own
+    kv = read_latent(latent_cache, present.flatten(), rope_dim, q.dtype).float().view(*slots.shape, -1)
+    scores = torch.bmm(q.float(), kv.transpose(1, 2)).mul_(scale)
+    p = scores.masked_fill_(absent[:, None], -torch.inf).softmax(-1)
+    return torch.bmm(p, kv[..., :-rope_dim]).to(q.dtype)
+
+# %% ../../nbs/07_sparse_mla.ipynb #b6a91e3b
 def sparse_mla_torch(
     q: Tensor,             # [T, H, R + P] model dtype
     latent_cache: Tensor,  # [pages, 64, R + P], or [pages, 64, 656] uint8
@@ -65,26 +85,6 @@ def _group_after_group(q, latent_cache, slots, scale, rope_dim):
     return out
 
 
-def _rows_by_width(slots):
-    "Width (a multiple of 64 that reaches the row's last valid slot) -> rows; rows without a slot are in no group."
-    if slots.shape[1] == 0: return {}
-    place = torch.arange(1, slots.shape[1] + 1, device=slots.device)
-    groups = {}
-    for row, last in enumerate(((slots >= 0) * place).amax(1).tolist()):
-        if last: groups.setdefault(-(-last // TILE) * TILE, []).append(row)
-    return groups
-
-
-def _attend(q, latent_cache, slots, scale, rope_dim):
-    "One chunk of a group: gather, two batched products in fp32 with a softmax between them."
-    absent = slots < 0
-    present = torch.where(absent, slots.amax(1, keepdim=True), slots)      # stand-ins: one of the row's own
-    kv = read_latent(latent_cache, present.flatten(), rope_dim, q.dtype).float().view(*slots.shape, -1)
-    scores = torch.bmm(q.float(), kv.transpose(1, 2)).mul_(scale)
-    p = scores.masked_fill_(absent[:, None], -torch.inf).softmax(-1)
-    return torch.bmm(p, kv[..., :-rope_dim]).to(q.dtype)
-
-
 IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": sparse_mla_torch}
 
 # %% ../../nbs/07_sparse_mla.ipynb #9d6ed46d
@@ -101,10 +101,11 @@ def sparse_mla(
         raise ValueError(f"sparse_mla: q [T, H, R + P] and slots [T, K] must agree, "
                          f"got {tuple(q.shape)} and {tuple(slots.shape)}")
     if slots.dtype != torch.int64: raise ValueError(f"sparse_mla: slots must be int64, got {slots.dtype}")
-    if not 0 < rope_dim < q.shape[2]: raise ValueError(f"sparse_mla: a rope part of {rope_dim} in queries of {q.shape[2]}")
+    if not 0 < rope_dim < q.shape[2]:
+        raise ValueError(f"sparse_mla: a rope part of {rope_dim} in queries of {q.shape[2]}")
     plain = latent_cache.dtype != torch.uint8
     if latent_cache.shape[2] != (q.shape[2] if plain else latent_row_bytes(q.shape[2] - rope_dim, rope_dim)):
-        raise ValueError(f"sparse_mla: queries of {q.shape[2]} cannot meet cache rows of {latent_cache.shape[2]} "
-                         f"{'values' if plain else 'bytes'}")
+        raise ValueError(f"sparse_mla: queries of {q.shape[2]} cannot meet cache rows of "
+                         f"{latent_cache.shape[2]} {'values' if plain else 'bytes'}")
     function = resolve("sparse_mla", IMPLEMENTATIONS, impl or "torch", q.device)
     return function(q, latent_cache, slots, scale, rope_dim)

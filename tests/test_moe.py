@@ -197,7 +197,7 @@ def test_threads_do_not_cut_rows(threads):
     try:
         h = normal(700, 2 * 100)
         whole = module._silu_mul(h)
-        for t in range(0, 700, 23): assert torch.equal(module._silu_mul(h[t:t + 1]), whole[t:t + 1])
+        for t in range(700): assert torch.equal(module._silu_mul(h[t:t + 1]), whole[t:t + 1])
         gate_up, down = experts(8, 64, 32)
         x = normal(300, 64)
         ids, weights = route(normal(300, 8, seed=1), torch.zeros(8), 2)

@@ -16,7 +16,9 @@ from ..device import resolve
 from .fp8 import Fp8Weight, linear
 
 # %% ../../nbs/08_moe.ipynb #2b4988bc
-def sigmoid(x: Tensor) -> Tensor:  # fp32, any shape
+def sigmoid(
+    x: Tensor,  # any shape, fp32
+) -> Tensor:    # the same shape
     "1 / (1 + exp(-x)), in steps that round alike everywhere in a tensor; `torch.sigmoid` does not."
     return 1 / (1 + torch.exp(-x))
 

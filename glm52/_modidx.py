@@ -391,6 +391,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'glm52.model.decoder.Weights.vector': ('model.html#weights.vector', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder._least_rows': ('model.html#_least_rows', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.fill': ('model.html#fill', 'glm52/model/decoder.py'),
+                                     'glm52.model.decoder.first_difference': ('model.html#first_difference', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.per_head': ('model.html#per_head', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.random_model': ('model.html#random_model', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.random_tensors': ('model.html#random_tensors', 'glm52/model/decoder.py'),

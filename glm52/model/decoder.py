@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IMPLEMENTATIONS', 'Backends', 'Caches', 'SelectionError', 'Step', 'SplitKV', 'Weights', 'per_head', 'Indexer',
            'Attention', 'Dense', 'Experts', 'Layer', 'MtpLayer', 'Capture', 'Decoder', 'fill', 'random_tensors',
-           'tiny_config', 'random_model']
+           'tiny_config', 'random_model', 'first_difference']
 
 # %% ../../nbs/10_model.ipynb #0b6e51a2
 import functools
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import BLOCK, ModelConfig, TensorSpec, checkpoint_tensors
-from ..device import Implementation, pick_device, resolve
+from ..device import Implementation, pick_device, relative_error, resolve
 from .parallel import World
 from .plan import RequestRows, StepPlan
 from ..ops import indexer, moe as moe_op, norm, sparse_mla as mla, topk as topk_op
@@ -417,3 +417,17 @@ def random_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.
     model = Decoder(config, dtype, device)
     fill(model, random_tensors(config, seed))
     return model
+
+# %% ../../nbs/10_model.ipynb #6f6775be
+def first_difference(
+    reference: list[Tensor],  # hidden states [T, d] after the embedding, then after each layer
+    got: list[Tensor],        # the same, from the implementation under test
+    ratio: float = 1e-4,      # relative error up to which two states agree
+) -> str | None:              # "embedding", "layer 4 (row 17, relative error 0.2)", or None if nothing differs
+    "Where two forwards part."
+    for place, (a, b) in enumerate(zip(reference, got, strict=True)):
+        if (error := relative_error(a, b)) <= ratio: continue
+        rows = [relative_error(x, y) for x, y in zip(a, b)]
+        worst = next(row for row, e in enumerate(rows) if not e <= ratio)
+        return f"{'the embedding' if place == 0 else f'layer {place - 1}'} (first at row {worst}; relative error of the layer {error:.2g})"
+    return None

@@ -8,7 +8,6 @@ __all__ = ['IMPLEMENTATIONS', 'Backends', 'Caches', 'SelectionError', 'Step', 'S
            'tiny_config', 'random_model', 'first_difference']
 
 # %% ../../nbs/10_model.ipynb #0b6e51a2
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 
@@ -22,7 +21,7 @@ from .parallel import World
 from .plan import RequestRows, StepPlan
 from ..ops import indexer, moe as moe_op, norm, sparse_mla as mla, topk as topk_op
 from ..ops.cache import new_index_cache, new_latent_cache, positions_to_slots, write_index_key, write_latent
-from ..ops.fp8 import Fp8Weight, dequantize_weight, linear
+from ..ops.fp8 import CHUNK, ROWS, Fp8Weight, dequantize_weight, least_rows, linear
 from ..ops.moe import swiglu
 from ..ops.rope import cos_sin, inv_freq, rotate
 from ..ops.topk import select
@@ -184,30 +183,17 @@ class Weights:
         return w_uk, w_uv
 
 # %% ../../nbs/10_model.ipynb #5ab68b0c
-_PIECE = 16                                                    # rows at a time where no row count keeps the bits
-_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 33, 64, 100, 200)
-
-
-@functools.cache
-def _least_rows(heads, k, n, dtype, threads):
-    "The fewest rows from which on this product gives a row the same bits at any count, found by trying; None if none of up to 16."
-    g = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(heads, *shape, generator=g).to(dtype) for shape in ((256, k), (k, n)))
-    whole = torch.bmm(x, w)
-    strange = [rows for rows in _COUNTS if not torch.equal(torch.bmm(x[:, :rows], w), whole[:, :rows])]
-    return next((rows for rows in (1, 2, 4, 8, 16) if not [s for s in strange if s >= rows]), None)
-
-
 def per_head(
     x: Tensor,  # [T, H, k] model dtype
     w: Tensor,  # [H, k, n] model dtype
 ) -> Tensor:    # [T, H, n] model dtype
     "Each head's own product. On the CPU the bits of row t depend on row t alone."
     if x.is_cuda: return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
-    rows, least = len(x), _least_rows(*w.shape, x.dtype, torch.get_num_threads())
-    piece = _PIECE if least is None else 256
+    heads, k, n = w.shape
+    rows, least = len(x), least_rows(k, n, heads, x.dtype, torch.get_num_threads())
+    piece = CHUNK if least else ROWS
     if rows > piece: return torch.cat([per_head(part, w) for part in x.split(piece)])
-    if rows < (least or _PIECE): x = F.pad(x, (0, 0, 0, 0, 0, (least or _PIECE) - rows))
+    if rows < (least or ROWS): x = F.pad(x, (0, 0, 0, 0, 0, (least or ROWS) - rows))
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)[:rows]
 
 # %% ../../nbs/10_model.ipynb #c27848b6

@@ -90,3 +90,5 @@ def _build(rows, device):
     table = torch.tensor([[*r.pages, *[0] * (width - len(r.pages))] for r in rows], dtype=torch.int32).view(len(rows), width).to(device)
     kept = torch.tensor(capture, device=device) if any(capture) else None
     return StepPlan(token_ids, positions, starts, lengths, table, slot, owner, limit, sample, kept, longest)
+
+

@@ -150,7 +150,8 @@ def test_corrupt_and_truncated_files_are_named(copy):
     whole = file.read_bytes()
     for name, data, words in (("cut", whole[:-1000], "cut short"), ("cut in the header", whole[:100], "cut short"), ("empty", b"", "cut short"),
                               ("longer", whole + b"x", "too long"), ("no header", struct.pack("<Q", 50) + b"{" * 100, "damaged"),
-                              ("text", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "not a safetensors file"),
+                              ("text", b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+                              ("noise", b"GGUF" * 50, "not a safetensors file"),
                               ("entry", struct.pack("<Q", 12) + b'{"a": {}}   ', "entry for a is damaged")):
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match=words) as error: load_model(copy, device="cpu")

@@ -46,7 +46,9 @@ def read_header(file: Path) -> dict[str, Entry]:
     "The tensors of one safetensors file, by name; no tensor is read."
     size = file.stat().st_size
     with file.open("rb") as f:
-        length = struct.unpack("<Q", f.read(8))[0] if size >= 8 else 0
+        opening = f.read(8)
+        if opening == b"version ": raise CheckpointError(f"{file}: a Git LFS pointer, not the file itself; run git lfs pull")
+        length = struct.unpack("<Q", opening)[0] if size >= 8 else 0
         if not 2 <= length <= size - 8: raise CheckpointError(f"{file}: not a safetensors file, or cut short: {size} bytes, a header of {length} announced")
         try: header = json.loads(f.read(length))
         except ValueError: raise CheckpointError(f"{file}: the safetensors header is damaged (not JSON)") from None

@@ -45,10 +45,11 @@ def pair(name, dtype=torch.float32):
 def load_pair(name, dtype):
     config = tiny_config(num_nextn_predict_layers=0, lora_norm_eps=1e-6, **MODELS[name]) if "num_nextn_predict_layers" not in MODELS[name] \
         else tiny_config(lora_norm_eps=1e-6, **MODELS[name])
-    path = write_checkpoint(Path(tempfile.mkdtemp()), config, seed=len(name))
     transformers.logging.set_verbosity_error()
-    theirs = transformers.GlmMoeDsaForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
-    return load_model(path, dtype=dtype, device="cpu"), theirs
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), config, seed=len(name))
+        theirs = transformers.GlmMoeDsaForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+        return load_model(path, dtype=dtype, device="cpu"), theirs
 
 
 def text(length, seed=1):

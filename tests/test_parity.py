@@ -43,8 +43,7 @@ def pair(name, dtype=torch.float32):
 
 @functools.cache
 def load_pair(name, dtype):
-    config = tiny_config(num_nextn_predict_layers=0, lora_norm_eps=1e-6, **MODELS[name]) if "num_nextn_predict_layers" not in MODELS[name] \
-        else tiny_config(lora_norm_eps=1e-6, **MODELS[name])
+    config = tiny_config(**{"num_nextn_predict_layers": 0, "lora_norm_eps": 1e-6} | MODELS[name])
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder), config, seed=len(name))

@@ -568,12 +568,12 @@ def test_time_grows_with_length(kind):
     "Four times the text takes about four times as long; a quadratic machine would take sixteen times."
     def spent(size, piece=4096):
         text, tail = heavy(kind, size)
-        parser, start = OutputParser(TOOLS, tail), time.perf_counter()
+        parser, start = OutputParser(TOOLS, tail), time.process_time()
         for i in range(0, len(text), piece): parser.feed(text[i:i + piece])
         parser.finish("length")
-        return time.perf_counter() - start
+        return time.process_time() - start
     small, large = min(spent(60_000) for _ in range(3)), min(spent(240_000) for _ in range(2))
-    assert large < 9 * small + 0.02 and large < 240_000 / 1e6 + 0.05, (small, large)
+    assert large < 9 * small + 0.02 and large < 240_000 / 1e6 + 0.1, (small, large)
 
 
 def test_lexer_gives_back_every_character():

@@ -11,7 +11,7 @@ __all__ = ['THINK', 'END_THINK', 'CALL', 'END_CALL', 'KEY', 'END_KEY', 'VALUE', 
 # %% ../../nbs/21_parsers.ipynb #23357afa
 import json, math, re, uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -48,6 +48,10 @@ class Lexer:
     ) -> Iterator[Lexeme]:   # in order, without gaps
         "Lexemes that are certain now."
         data, base, last = self.carry + text, self.position, 0
+        if "<" not in data:  # most pieces
+            self.position += len(data)
+            if data: yield Lexeme("", data, base)
+            return
         for match in _TAG.finditer(data):
             if match.start() > last: yield Lexeme("", data[last:match.start()], base + last)
             yield Lexeme(match[0], match[0], base + match.start())
@@ -252,6 +256,7 @@ def _finite(digits):
     return value
 
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -263,13 +268,12 @@ def json_string(
     quotes: bool = True,  # False: a fragment, to go between quotes
 ) -> str:
     "Text as a JSON string; pieces escaped one by one join to the escape of the whole."
-    escaped = json.dumps(text, ensure_ascii=False)
+    escaped = _encode(text)
     if not text.isascii(): escaped = _SURROGATE.sub(_escape, escaped)
     return escaped if quotes else escaped[1:-1]
 
 # %% ../../nbs/21_parsers.ipynb #9a5cf891
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     "One step of the reply."
     kind: str                # "reasoning", "content" or "tool_call"
     text: str = ""           # reasoning or content
@@ -323,14 +327,13 @@ class Span(NamedTuple):
     call: int | None  # the call it belongs to
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     "Something that is not as it should be, and where."
     kind: str                # see the table in the chapter
     start: int               # where it begins in the raw output
     end: int                 # one past its end
     call: int | None = None  # the call it concerns
-    detail: dict = field(default_factory=dict)  # what a client needs to recover
+    detail: dict = {}        # what a client needs to recover
 
     def to_dict(self) -> dict:
         return {"kind": self.kind, "start": self.start, "end": self.end, "call": self.call, **self.detail}
@@ -404,7 +407,7 @@ class OutputParser(_Reading):
         self.calls_on, self._call_id = calls, call_id
         self._state, self._fresh, self._after_call = _in_content, True, False
         self._blank, self._held, self._name, self._key = [], [], "", None
-        self._quoted_until, self._bare, self._loose = -math.inf, False, None
+        self._quoted_until, self._bare, self._loose, self._notes = -math.inf, False, None, []
         _continue(self, open_turn(prompt_tail))
 
     def feed(
@@ -415,7 +418,7 @@ class OutputParser(_Reading):
         if self.finish_reason is not None: raise RuntimeError("this reply is finished; a new one needs a new OutputParser")
         self._raw.append(text)
         for lexeme in self._lexer.feed(text): self._state(self, lexeme)
-        return _drain(self)
+        return _drain(self) if len(self._out) > 1 else _take(self, "_out")
 
     def finish(
         self,
@@ -432,7 +435,7 @@ def _continue(p, turn):
     p._lexer = Lexer(-len(turn))
     for lexeme in p._lexer.feed(turn): p._state(p, lexeme)
     p._calls = p._calls[-1:] if p._state in _IN_CALL else []
-    p._out, p.reports = [], []
+    p._out, p.reports, p._notes = [], [], []
     for call in p._calls:
         call.index, call.id = 0, p._call_id(0)
         p._out = [Delta("tool_call", index=0, id=call.id, name=call.name),
@@ -451,21 +454,25 @@ def _drain(p):
 # %% ../../nbs/21_parsers.ipynb #fffd5754
 def _mark(p, kind, start, end, call=None):
     "Give characters to a span; neighbours of one kind grow together."
-    start = max(start, 0)  # characters below 0 belong to the prompt
+    if start < 0: start = 0  # characters below 0 belong to the prompt
     if end <= start: return
     last = p._spans[-1] if p._spans else None
     if last and last[0] == kind and last[3] == call and last[2] == start: last[2] = end
     else: p._spans.append([kind, start, end, call])
 
 
-def _say(p, kind, lexemes):
-    "Lexemes as reasoning or content."
-    for lexeme in lexemes:
-        text = lexeme.text if lexeme.start >= 0 else lexeme.text[-lexeme.start:]
-        if not text: continue
-        _mark(p, kind, lexeme.start, lexeme.end)
-        (p._reasoning if kind == "reasoning" else p._content).append(text)
-        p._out.append(Delta(kind, text))
+def _say(p, kind, lexeme):
+    "A lexeme as reasoning or content."
+    text = lexeme.text if lexeme.start >= 0 else lexeme.text[-lexeme.start:]
+    if not text: return
+    _mark(p, kind, lexeme.start, lexeme.end)
+    (p._reasoning if kind == "reasoning" else p._content).append(text)
+    p._out.append(Delta(kind, text))
+
+
+def _say_run(p, kind, lexemes):
+    "Neighbouring lexemes as one piece of reasoning or content."
+    if lexemes: _say(p, kind, Lexeme("", "".join(lexeme.text for lexeme in lexemes), lexemes[0].start))
 
 
 def _put(p, kind, lexemes, call=None):
@@ -499,23 +506,22 @@ def _in_content(p, lexeme):
         _put(p, "markup", [lexeme])
         _report(p, "stray_tag", lexeme.start, lexeme.end, tag=tag)
     else:
-        _prose(p, [lexeme])
+        _say_run(p, "content", _take(p, "_blank"))
+        _say(p, "content", lexeme)
+        p._fresh = False
+        if tag == END_CALL and p._loose is not None: _loose_end(p, lexeme.end, closed=True)
 
 
-def _prose(p, lexemes):
-    "Text of the reply. A tool-open tag among it may be a call that went wrong; its end is looked for."
-    _say(p, "content", _take(p, "_blank") + lexemes)
-    p._fresh, p._state = False, _in_content
-    for lexeme in lexemes:
-        if lexeme.tag == CALL and p.calls_on:
-            _loose_end(p, lexeme.start)
-            p._loose = lexeme.start
-        elif lexeme.tag == END_CALL and p._loose is not None: _loose_end(p, lexeme.end, closed=True)
+def _release(p, lexemes):
+    "A tool-open tag that began no call: prose. It may be a call that went wrong; its end is looked for."
+    _say_run(p, "content", _take(p, "_blank") + lexemes)
+    _loose_end(p, lexemes[0].start)
+    p._fresh, p._state, p._loose = False, _in_content, lexemes[0].start
 
 
 def _loose_end(p, end, closed=False):
     "Note where markup that was no call begins and ends; it is read at the end of the turn."
-    if p._loose is not None: _report(p, "closed" if closed else "open", p._loose, end)
+    if p._loose is not None: p._notes.append((max(p._loose, 0), max(end, 0), closed))
     p._loose = None
 
 # %% ../../nbs/21_parsers.ipynb #041245eb
@@ -532,7 +538,7 @@ def _at_name(p, lexeme):
         _begin_call(p)
         _next_part(p, lexeme)
     else:
-        _prose(p, _take(p, "_held"))
+        _release(p, _take(p, "_held"))
         p._state(p, lexeme)
 
 
@@ -721,7 +727,8 @@ def _in_thinking(p, lexeme):
         p._held, p._part, p._name, p._named, p._close_at = [lexeme], "name", "", False, None
         p._state = _in_candidate
     else:
-        _say(p, "reasoning", _take(p, "_blank") + [lexeme])
+        _say_run(p, "reasoning", _take(p, "_blank"))
+        _say(p, "reasoning", lexeme)
         p._fresh = False
 
 
@@ -739,7 +746,7 @@ def _quote(p, end):
     held, close_at = _take(p, "_held"), p._close_at
     p._quoted_until = end
     said = held if close_at is None else held[:close_at]
-    _say(p, "reasoning", _take(p, "_blank") + said)
+    _say_run(p, "reasoning", _take(p, "_blank") + said)
     p._fresh, p._state = False, _in_thinking
     for lexeme in held[len(said):]: p._state(p, lexeme)
 
@@ -815,7 +822,7 @@ def _end_candidate(p):
         if p._close_at is not None or p._bare: return _quote(p, math.inf)
         # A value that never closes may hold the real calls, if they have no arguments: any value would end this one.
         p._bare, first, held = True, p._held[0], _take(p, "_held")
-        _say(p, "reasoning", _take(p, "_blank") + [first])
+        _say_run(p, "reasoning", _take(p, "_blank") + [first])
         p._fresh, p._state = False, _in_thinking
         for lexeme in held[1:]: p._state(p, lexeme)
         return _end_candidate(p) if p._state is _in_candidate else None
@@ -837,7 +844,7 @@ def _end_name(p, cut):
         _report(p, "truncated_call", held[0].start, held[-1].end, name=p._name)
         p._state = _in_content
     else:
-        _prose(p, _take(p, "_held") + tail)
+        _release(p, _take(p, "_held") + tail)
 
 
 def _end_call(p, end):
@@ -859,18 +866,12 @@ def _end_call(p, end):
 # %% ../../nbs/21_parsers.ipynb #940e6483
 def _read_loose(p):
     "Turn the notes about markup that was no call into reports a client can use."
-    notes, p.reports = p.reports, []
-    raw = p.raw if any(note.kind in ("open", "closed") for note in notes) else ""
-    for note in notes:
-        if note.kind not in ("open", "closed"):
-            p.reports.append(note)
-            continue
-        text = raw[note.start:note.end]
+    raw = p.raw if p._notes else ""
+    for start, end, closed in p._notes:
+        text = raw[start:end]
         body = text.removeprefix(CALL).removesuffix(END_CALL).strip()
-        if body.startswith("{"):
-            p.reports.append(Report("json_call", note.start, note.end, None, _json_call(body) | {"text": text}))
-        elif note.kind == "closed":
-            p.reports.append(Report("malformed_call", note.start, note.end, None, {"text": text}))
+        if body.startswith("{"): p.reports.append(Report("json_call", start, end, None, _json_call(body) | {"text": text}))
+        elif closed: p.reports.append(Report("malformed_call", start, end, None, {"text": text}))
     p.reports.sort(key=lambda report: report.start)
 
 

@@ -232,7 +232,7 @@ def naive_process(
 
 # %% ../../nbs/13_sampling.ipynb #bc36b933
 _REALS = "temperature", "top_p", "log_min_p", "repetition", "presence", "frequency"
-_WHOLES = "top_k", "seed", "choice", "logprobs", "min_tokens", "vary"
+_WHOLES = "top_k", "seed", "choice", "logprobs", "min_tokens", "penalised"
 
 
 class SamplingTable:
@@ -265,6 +265,10 @@ class SamplingTable:
         self.biases.pop(line, None), self.ends.pop(line, None)
         if p.logit_bias: self.biases[line] = np.array(list(p.logit_bias), np.int64), np.array(list(p.logit_bias.values()), np.float32)
         if p.min_tokens: self.ends[line] = np.array(sorted(set(end_ids)), np.int64)
+
+    def whole(self, name: str, lines: int | np.ndarray) -> np.ndarray:
+        "A column of whole numbers at some lines."
+        return self.wholes[lines, _WHOLES.index(name)]
 
 # %% ../../nbs/13_sampling.ipynb #572dc518
 @dataclass

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['THINK', 'END_THINK', 'CALL', 'END_CALL', 'KEY', 'END_KEY', 'VALUE', 'END_VALUE', 'TAGS', 'ANYTHING', 'MAX_DEPTH',
-           'Lexeme', 'Lexer', 'Accept', 'json_type', 'Schema', 'is_text', 'to_json', 'json_string', 'Delta', 'ToolCall',
-           'Message', 'Span', 'Report', 'open_turn', 'OutputParser', 'parse', 'naive_parse', 'parse_command',
+           'naive_parse', 'Lexeme', 'Lexer', 'Accept', 'json_type', 'Schema', 'is_text', 'to_json', 'json_string',
+           'Delta', 'ToolCall', 'Message', 'Span', 'Report', 'open_turn', 'OutputParser', 'parse', 'parse_command',
            'ParserError']
 
 # %% ../../nbs/21_parsers.ipynb #23357afa
@@ -22,6 +22,19 @@ THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 TAGS = (THINK, END_THINK, CALL, END_CALL, KEY, END_KEY, VALUE, END_VALUE)
 
+# %% ../../nbs/21_parsers.ipynb #b378d334
+def naive_parse(
+    text: str,       # a well-formed reply
+    thinking: bool,  # whether the prompt left thinking open
+) -> tuple[str, str, list[tuple[str, dict]]]:  # reasoning, content, (name, raw arguments)
+    "The specification for well-formed replies: whole text, regular expressions."
+    reasoning, _, rest = text.rpartition(END_THINK) if thinking else ("", "", text)
+    argument = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))\s*"
+    call = re.compile(rf"<tool_call>\s*([\w.:/@$-]+)\s*((?:{argument})*)</tool_call>\s*", re.S)
+    calls = [(m[1], {k.strip(): v for k, v in reversed(re.findall(argument, m[2] + END_CALL, re.S))}) for m in call.finditer(rest)]
+    return reasoning, call.sub("", rest), calls
+
+# %% ../../nbs/21_parsers.ipynb #71afb8c2
 _TAG = re.compile("</?(?:think|tool_call|arg_key|arg_value)>")
 _PARTIAL = frozenset(tag[:n] for tag in TAGS for n in range(1, len(tag)))
 _LONGEST = max(map(len, TAGS))
@@ -122,7 +135,7 @@ class Schema:
         seen.add(id(schema))
         properties = schema.get("properties")
         if isinstance(properties, dict) and key in properties: return properties[key]
-        inner = [self._target(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        inner = [_target(self.root, schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
         for word in ("allOf", "anyOf", "oneOf"):
             if isinstance(schema.get(word), list): inner += schema[word]
         for part in inner:
@@ -130,18 +143,19 @@ class Schema:
         others = schema.get("additionalProperties")
         return others if isinstance(others, dict) else None
 
-    def _target(self, reference):
-        "What `#/a/b` points at, or None."
-        if not reference.startswith("#"): return None
-        place = self.root
-        for step in reference[1:].split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list) and step.isdecimal() and int(step) < len(place): place = place[int(step)]
-            elif isinstance(place, dict) and step in place: place = place[step]
-            else: return None
-        return place
-
 # %% ../../nbs/21_parsers.ipynb #1618d080
+def _target(root, reference):
+    "What `#/a/b` points at, or None."
+    if not reference.startswith("#"): return None
+    place = root
+    for step in reference[1:].split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and step.isdecimal() and int(step) < len(place): place = place[int(step)]
+        elif isinstance(place, dict) and step in place: place = place[step]
+        else: return None
+    return place
+
+# %% ../../nbs/21_parsers.ipynb #f09d0364
 def _resolve(self, schema, depth):
     "What a schema admits: None if it says nothing, an empty `Accept` for a reference to itself."
     if not isinstance(schema, dict) or depth > 64: return None
@@ -158,12 +172,12 @@ def _resolve(self, schema, depth):
     for part in known[1:]: result = result & part
     return result | Accept(frozenset({"null"})) if schema.get("nullable") is True else result
 
-
+# %% ../../nbs/21_parsers.ipynb #9ecf82ef
 def _reference(self, reference, depth):
     "A `$ref`, resolved once; while it is being resolved it admits nothing more."
     if reference not in self._refs:
         self._refs[reference] = Accept()
-        self._refs[reference] = self._resolve(self._target(reference), depth + 1)
+        self._refs[reference] = self._resolve(_target(self.root, reference), depth + 1)
     return self._refs[reference]
 
 
@@ -247,7 +261,7 @@ def _decoded(text):
         if deepest > MAX_DEPTH: return None, None
     return text, value
 
-
+# %% ../../nbs/21_parsers.ipynb #15f978ea
 def _refuse(constant): raise ValueError(f"{constant} is not JSON")
 
 
@@ -552,7 +566,7 @@ def _name_goes_on(p, text):
     p._named = text[-1].isspace()
     return p._name in p._prefixes or _NAME_SHAPE.fullmatch(p._name) is not None
 
-
+# %% ../../nbs/21_parsers.ipynb #a2924630
 def _begin_call(p):
     "What was held is the head of a call."
     index = len(p._calls)
@@ -595,7 +609,7 @@ def _fragment(p, json_text):
     call.parts.append(json_text)
     p._out.append(Delta("tool_call", index=call.index, arguments=json_text))
 
-
+# %% ../../nbs/21_parsers.ipynb #c72597fc
 def _stray(p, lexeme):
     "A tag that says nothing here."
     call = p._calls[-1].index
@@ -625,7 +639,7 @@ def _in_key(p, lexeme):
         p._key.append(lexeme.text)
         _mark(p, "key", lexeme.start, lexeme.end, call)
 
-# %% ../../nbs/21_parsers.ipynb #c72597fc
+# %% ../../nbs/21_parsers.ipynb #16433f8d
 def _after_key(p, lexeme):
     "After `</arg_key>`: the value's opening tag, or its text where the tag was forgotten."
     tag, call = lexeme.tag, p._calls[-1].index
@@ -647,7 +661,7 @@ def _after_key(p, lexeme):
         for blank in held: _value_text(p, blank)
         p._state(p, lexeme)
 
-
+# %% ../../nbs/21_parsers.ipynb #9af68d64
 def _begin_value(p, start):
     "A value begins: text streams, everything else is collected, a second value of a key is only kept in the spans."
     call, key = p._calls[-1], "".join(p._key).strip()
@@ -778,7 +792,7 @@ def _candidate_goes_on(p, lexeme):
     if p._part == "value": p._thought_closed = False
     return True
 
-
+# %% ../../nbs/21_parsers.ipynb #e6170399
 _STEPS = {("name", KEY): "key", ("name", END_CALL): "gap", ("key", END_KEY): "after key", ("after key", VALUE): "value",
           ("ends", KEY): "key", ("ends", END_CALL): "gap", ("gap", CALL): "name"}
 
@@ -830,7 +844,7 @@ def _end_candidate(p):
     held, p._state, p._fresh, p._after_call = _take(p, "_held"), _in_content, True, False
     for lexeme in held: p._state(p, lexeme)
 
-
+# %% ../../nbs/21_parsers.ipynb #b37b4440
 def _end_name(p, cut):
     "The turn ends after a tool-open tag and perhaps a name."
     p._held, tail = [x for x in p._held if x.tag != "cut"], [x for x in p._held if x.tag == "cut"]
@@ -896,18 +910,6 @@ def parse(
     parser.feed(text)
     parser.finish(finish_reason)
     return parser
-
-# %% ../../nbs/21_parsers.ipynb #b378d334
-def naive_parse(
-    text: str,       # a well-formed reply
-    thinking: bool,  # whether the prompt left thinking open
-) -> tuple[str, str, list[tuple[str, dict]]]:  # reasoning, content, (name, raw arguments)
-    "The specification for well-formed replies: whole text, regular expressions."
-    reasoning, _, rest = text.rpartition(END_THINK) if thinking else ("", "", text)
-    argument = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))\s*"
-    call = re.compile(rf"<tool_call>\s*([\w.:/@$-]+)\s*((?:{argument})*)</tool_call>\s*", re.S)
-    calls = [(m[1], {k.strip(): v for k, v in reversed(re.findall(argument, m[2] + END_CALL, re.S))}) for m in call.finditer(rest)]
-    return reasoning, call.sub("", rest), calls
 
 # %% ../../nbs/21_parsers.ipynb #d20b5d2c
 def parse_command(

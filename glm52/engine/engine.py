@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Logprob', 'StepOutput', 'EngineError', 'StopStrings', 'Choice', 'Request', 'Engine', 'default_pages',
-           'CompletionOutput', 'RequestOutput', 'load_tokenizer', 'LLM', 'AsyncEngine']
+           'CompletionOutput', 'RequestOutput', 'load_tokenizer', 'generation_defaults', 'LLM', 'AsyncEngine']
 
 # %% ../../nbs/18_engine.ipynb #cbdb01c4
-import asyncio, queue, threading, time
+import asyncio, json, queue, threading, time
 from collections.abc import AsyncIterator, Callable, Sequence as Some
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..chat.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from .runner import Runner, StepResult, TokenScore
 from .sampling import SamplingParams, draw_seed
 from .scheduler import FINISHED, PagePool, QueueFull, RequestRefused, Scheduler, Sequence
-from ..model.checkpoint import load_model, resolve_model
+from ..model.checkpoint import CheckpointError, load_model, resolve_model
 from ..model.decoder import Decoder
 from ..ops.cache import PAGE_SIZE
 
@@ -378,6 +378,16 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     "The tokenizer of a checkpoint, or None if it has none: it then serves token ids."
     return Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
 
+
+def generation_defaults(path: Path) -> dict[str, float | int]:
+    "The sampling that a checkpoint asks for in its generation_config.json."
+    file = path / "generation_config.json"
+    if not file.is_file(): return {}
+    try: found = json.loads(file.read_text())
+    except ValueError as cause: raise CheckpointError(f"{file} is not JSON: {cause}") from None
+    kept = {name: found[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") if found.get(name) is not None}
+    return kept | {"temperature": 0.0} if found.get("do_sample") is False else kept
+
 # %% ../../nbs/18_engine.ipynb #931821bd
 class LLM:
     "A model to call from Python."
@@ -393,6 +403,7 @@ class LLM:
         **limits,                                     # max_model_len, max_num_seqs, max_num_batched_tokens, num_pages: see `Engine`
     ):
         loaded = isinstance(model, Decoder)
+        self.defaults = SamplingParams(max_tokens=None) if loaded else SamplingParams(max_tokens=None, **generation_defaults(resolve_model(model)))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
         decoder = model if loaded else load_model(model, dtype=dtype, device=device)
         self.engine, self.seed, self.count = Engine(decoder, tokenizer, **limits), seed, 0
@@ -407,13 +418,12 @@ class LLM:
 def _generate(
     self: LLM,
     prompts: str | dict | list,         # text, {"prompt_token_ids": [...]}, or a list of either
-    sampling_params: SamplingParams | list[SamplingParams] | None = None,  # one for all, or one each; None: until the model ends
+    sampling_params: SamplingParams | list[SamplingParams] | None = None,  # one for all, or one each; None: the checkpoint's own, until the model ends
     use_tqdm: bool = True,              # show progress on a terminal
 ) -> list[RequestOutput]:               # in the order of the prompts
     "Answer all prompts together."
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    default = SamplingParams(max_tokens=None)
-    params = sampling_params if isinstance(sampling_params, list) else [sampling_params or default] * len(prompts)
+    params = sampling_params if isinstance(sampling_params, list) else [sampling_params or self.defaults] * len(prompts)
     if len(params) != len(prompts): raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters; give one for all, or one each")
     asked = [_read_prompt(self, prompt, place) for place, prompt in enumerate(prompts)]
     for (_, ids), p in zip(asked, params): self.engine.check(ids, p)

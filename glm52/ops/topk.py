@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import resolve
-from .indexer import paged_index_scores
+from .indexer import PAGE_SIZE, paged_index_scores
 
 # %% ../../nbs/05_topk.ipynb #8a4785b4
 def naive_topk(
@@ -100,7 +100,7 @@ def select(
     if len(long) == 0: return chosen
     before = torch.nn.functional.pad((limit > k).cumsum(0), (1, 0))      # scored rows before row t
     starts = before[query_start.long()]
-    step = max(1, SCRATCH // (4 * 64 * page_table.shape[1]))
+    step = max(1, SCRATCH // (4 * PAGE_SIZE * page_table.shape[1]))
     for low in range(0, len(long), step):
         rows = long[low:low + step]
         part = (starts - low).clamp(0, len(rows))

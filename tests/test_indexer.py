@@ -119,6 +119,18 @@ def test_a_row_keeps_its_bits_however_the_prompt_was_cut(rows, form):
     assert torch.equal(index_scores(*first), full[:rows])
 
 
+@pytest.mark.parametrize("heads,dim", [(1, 128), (8, 32), (3, 576)])
+def test_a_row_keeps_its_bits_when_later_rows_see_more(heads, dim):
+    "Alone, row 0 meets one page of keys; in the whole prompt it meets a full tile."
+    x, keys = cancelling(500 * heads, dim, 500, torch.float32)
+    whole = Batch([500], [500], heads=heads, dim=dim, keys=[keys])
+    whole.q = x.view(500, heads, dim)
+    full = whole.scores()
+    for rows in (1, 2, 5, 20, 63, 64, 65, 130):
+        part = index_scores(whole.q[:rows], whole.gate[:rows], whole.cache, whole.table, torch.tensor([0, rows]), whole.limit[:rows])
+        assert torch.equal(part, full[:rows]), rows
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_keeps_its_bits_beside_others_and_on_other_pages(form):
     lengths, rows = [600, 90, 64, 333], [3, 1, 20, 40]
@@ -162,8 +174,8 @@ def test_scores_are_made_tile_by_tile(monkeypatch):
     "No product is larger than 64 rows of heads against 512 keys, at any length."
     shapes, plain = [], module.linear
     monkeypatch.setattr(module, "linear", lambda x, w: shapes.append((len(x), len(w))) or plain(x, w))
-    Batch([1500], [150]).scores()
-    assert max(rows for rows, _ in shapes) <= 4 * module.ROW_TILE and {keys for _, keys in shapes} == {TILE}
+    Batch([1400], [150]).scores()
+    assert max(rows for rows, _ in shapes) == 64 * 4 and {keys for _, keys in shapes} == {TILE}
 
 
 @pytest.mark.parametrize("form", FORMS)

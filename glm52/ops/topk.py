@@ -41,7 +41,7 @@ def topk_torch(
     if rows == 0 or take == 0: return out
     place = torch.arange(length, device=scores.device)
     usable = (place < limit[:, None]) & ~scores.isnan()
-    scores = torch.where(usable, scores + 0.0, -torch.inf)         # adding 0.0 turns -0.0 into +0.0
+    scores = torch.where(usable, scores, -torch.inf)
     values, found = scores.topk(take, sorted=False)
     kth = values.amin(-1, keepdim=True)
     tied = ((scores >= kth).sum(-1) > take).nonzero().flatten()    # more candidates than places

@@ -37,7 +37,7 @@ def naive_layer_norm(
     scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return (centred * scale * weight.float() + bias.float()).to(x.dtype)
 
-
+# %% ../../nbs/02_norm.ipynb #20a600d3
 RMS_NORM_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_rms_norm}
 LAYER_NORM_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_layer_norm}
 

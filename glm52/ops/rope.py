@@ -48,7 +48,7 @@ def _yarn(plain, dim, theta, scaling):
     slow = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
     return plain / scaling["factor"] * slow + plain * (1 - slow)
 
-
+# %% ../../nbs/02_rope.ipynb #f53d5715
 def yarn_mscale(
     scaling: dict | None,  # rope_scaling of the config
 ) -> float:                # factor on the softmax scale; 1.0 without YaRN
@@ -103,7 +103,7 @@ def naive_rope(
     "Rotate `x` by its positions."
     return rotate(x, *cos_sin(positions, inv_freq), interleave)
 
-
+# %% ../../nbs/02_rope.ipynb #3c8eb580
 IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_rope}
 
 

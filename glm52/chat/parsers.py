@@ -848,7 +848,7 @@ def _end_candidate(p):
 def _end_name(p, cut):
     "The turn ends after a tool-open tag and perhaps a name."
     p._held, tail = [x for x in p._held if x.tag != "cut"], [x for x in p._held if x.tag == "cut"]
-    if p._name in p.schemas:
+    if cut and p._name in p.schemas:
         _begin_call(p)
         p._key, p._held, p._state = None, tail, _in_key
     elif cut:
@@ -858,7 +858,9 @@ def _end_name(p, cut):
         _report(p, "truncated_call", held[0].start, held[-1].end, name=p._name)
         p._state = _in_content
     else:
-        _release(p, _take(p, "_held") + tail)
+        held = _take(p, "_held") + tail
+        if p._name in p.schemas: _report(p, "malformed_call", held[0].start, held[-1].end, text="".join(x.text for x in held))
+        _release(p, held)
 
 
 def _end_call(p, end):
@@ -878,13 +880,16 @@ def _end_call(p, end):
     _report(p, "incomplete_call", end, end, call.index, name=call.name)
 
 # %% ../../nbs/21_parsers.ipynb #940e6483
+_JSON_HEAD = re.compile(r'\{\s*["}]')
+
+
 def _read_loose(p):
     "Turn the notes about markup that was no call into reports a client can use."
     raw = p.raw if p._notes else ""
     for start, end, closed in p._notes:
         text = raw[start:end]
         body = text.removeprefix(CALL).removesuffix(END_CALL).strip()
-        if body.startswith("{"): p.reports.append(Report("json_call", start, end, None, _json_call(body) | {"text": text}))
+        if _JSON_HEAD.match(body): p.reports.append(Report("json_call", start, end, None, _json_call(body) | {"text": text}))
         elif closed: p.reports.append(Report("malformed_call", start, end, None, {"text": text}))
     p.reports.sort(key=lambda report: report.start)
 

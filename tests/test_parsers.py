@@ -1,6 +1,6 @@
 """The parser: the public cases, a property test over random outputs and splits, schema types, bad input, speed.
 
-GLM52_CASES=100000 pytest tests/test_parsers.py -k property    runs the property test with that many cases.
+GLM52_CASES=100000 pytest -s tests/test_parsers.py -k property    runs the property test on that many replies.
 """
 
 import json, os, random, re, time
@@ -149,15 +149,30 @@ def a_call(rng, name=None):
     return out + "</tool_call>"
 
 
-def an_output(rng):
+def an_output(rng, names=NAMES):
     "A reply: well formed, or bent."
     parts = [words(rng, 0.05), rng.choice(["</think>", "", "</think>\n"]), words(rng, 0.05)]
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
-        parts += [blank(rng), a_call(rng, rng.choice([None, None, None, rng.choice(NAMES)])), rng.choice(["", "", blank(rng), words(rng)])]
+        parts += [blank(rng), a_call(rng, rng.choice([None, None, None, rng.choice(names)])), rng.choice(["", "", blank(rng), words(rng)])]
     if rng.random() < 0.25: rng.shuffle(parts)
     text = "".join(parts)
     for _ in range(rng.choice([0, 0, 1, 2, 4])): text = mutated(rng, text)
     return text[:400]
+
+
+SCHEMAS = [{}, True, None, {"type": "string"}, {"type": "integer"}, {"type": ["number", "null"]}, {"type": "boolean"}, {"type": "array"},
+           {"type": "object"}, {"enum": ["auto", 3, True, None]}, {"enum": [1, 2]}, {"const": "3"}, {"const": -2.5}, {"$ref": "#/$defs/n"},
+           {"$ref": "#/$defs/loop"}, {"$ref": "#/properties/s"}, {"$ref": "#"}, {"anyOf": [{"type": "integer"}, {"type": "array"}]},
+           {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]}, {"allOf": [{"type": "integer"}, {"minimum": 1}]}, {"type": 5}, {"type": "float"}]
+DEFS = {"n": {"type": "number"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "boolean"}]}}
+
+
+def some_tools(rng):
+    "Declarations: mostly the usual ones, otherwise other names with random schemas, or none."
+    if rng.random() < 0.5: return TOOLS
+    names = rng.sample(["look", "look_up", "ping", "unknown.tool", "3", "é", "bad-name"], rng.randint(0, 4))
+    return [{"name": name, "parameters": {"properties": {key: rng.choice(SCHEMAS) for key in "sinbaoeZ" if rng.random() < 0.8}, "$defs": DEFS}}
+            for name in names]
 
 
 def mutated(rng, text):
@@ -173,25 +188,26 @@ def mutated(rng, text):
 
 
 def test_property_any_cut_gives_the_same_reply():
-    """Random outputs, whole and truncated, under all two-way and random many-way splits: deltas joined = complete,
-    every arguments string parses, spans cover every character once."""
-    wanted, rng, done = int(os.environ.get("GLM52_CASES", "5000")), random.Random(52), 0
-    while done < wanted:
-        text, tail, finish = an_output(rng), rng.choice([OPEN, OPEN, CLOSED, "<|assistant|>", ""]), rng.choice(["stop", "stop", "length"])
-        ends = [len(text)] if rng.random() < 0.8 else range(len(text) + 1)
+    """Random replies and declarations, whole and truncated at every character, under all two-way and random many-way
+    splits: deltas joined = complete, every arguments string parses, spans cover every character once."""
+    wanted, rng, replies, done = int(os.environ.get("GLM52_CASES", "1500")), random.Random(52), 0, 0
+    while replies < wanted:
+        text, tools, tail = an_output(rng), some_tools(rng), rng.choice([OPEN, OPEN, CLOSED, "<|assistant|>", ""])
+        finish = rng.choice(["stop", "stop", "length"])
+        ends = [len(text)] if rng.random() < 0.98 else range(len(text) + 1)
         for end in ends:
             short = text[:end]
-            whole, deltas = run(short, tail=tail, finish=finish)
+            whole, deltas = run(short, tools, tail, finish)
             check(whole, deltas, short)
             want = outcome(whole)
             splits = [[i] for i in range(end + 1)] if len(ends) == 1 else []
-            splits += [range(end + 1)] + [[rng.randint(0, end) for _ in range(rng.randint(2, 9))] for _ in range(2)]
+            splits += [range(end + 1)] + [[rng.randint(0, end) for _ in range(rng.randint(2, 9))] for _ in range(3)]
             for cuts in splits:
-                parser, deltas = run(short, tail=tail, finish=finish, cuts=cuts)
-                assert outcome(parser) == want, (short, tail, finish, list(cuts))
-                assert joined(deltas) == parser.message.to_openai(), (short, tail, finish, list(cuts))
-            done += 1 + len(splits)
-    print(f"\n{done} cases")
+                parser, deltas = run(short, tools, tail, finish, cuts)
+                assert outcome(parser) == want, (short, tools, tail, finish, list(cuts))
+                assert joined(deltas) == parser.message.to_openai(), (short, tools, tail, finish, list(cuts))
+            replies, done = replies + 1, done + len(splits)
+    print(f"\n{replies} replies, {done} splits")
 
 
 # --- the rule inside thinking, against its plain statement --------------------------------------------------------

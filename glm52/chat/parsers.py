@@ -939,7 +939,7 @@ def parse_command(
     parser.finish(finish)
     result = {"message": parser.message.to_openai(), "finish_reason": parser.finish_reason}
     if parser.reports: result["reports"] = [report.to_dict() for report in parser.reports]
-    return json.dumps(result, ensure_ascii=False, indent=2)
+    return _SURROGATE.sub(_escape, json.dumps(result, ensure_ascii=False, indent=2))
 
 
 class ParserError(ValueError):

@@ -150,7 +150,7 @@ def least_rows(
     strange = max((rows for rows in _COUNTS if not same(rows)), default=0)
     return next((rows for rows in (1, 2, 4, 8, 16) if rows > strange), 0)
 
-
+# %% ../../nbs/03_fp8.ipynb #53f4fb59
 def _linear_cpu(x, weight):
     "Row-invariant product on the CPU: never fewer rows than the shape needs, at most 256 at a time."
     if (odd := -x.shape[1] % (16 // x.element_size())):      # kernels peel rows that start between multiples of 16 bytes

@@ -46,7 +46,7 @@ def read_index_keys(
     scales = raw[:, PAGE_SIZE * width:].contiguous().view(torch.float32).view(-1, 1)
     return values.float() * scales
 
-
+# %% ../../nbs/04_indexer.ipynb #6a0e6ab9
 def _tile_scores(q, gate, keys):
     "Scores of a tile of rows against a tile of keys: [t, Hi, Di], [t, Hi], [TILE, Di] -> [t, TILE]."
     rows, heads, width = q.shape

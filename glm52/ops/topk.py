@@ -60,7 +60,7 @@ def _break_ties(scores, kth, usable, take):
     chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
     return chosen.byte().topk(take, sorted=False).indices          # chosen ones first; a short row fills up with others
 
-
+# %% ../../nbs/05_topk.ipynb #d34ae113
 IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": topk_torch}
 
 

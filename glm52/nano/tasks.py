@@ -17,14 +17,14 @@ __all__ = ['HELD_OUT_PERCENT', 'TOOLS_HEAD', 'TOOLS_TAIL', 'SYSTEMS', 'ADD', 'SU
            'tool_result', 'no_tool', 'ask_back', 'strict_json', 'json_value', 'keep_fact', 'chain', 'list_again',
            'tool_again', 'dress', 'small_talk', 'long_talk', 'draw_item', 'held_out_items']
 
-# %% ../../nbs/26_nano_tasks.ipynb #c96861c9
+# %% ../../nbs/26_nano_tasks.ipynb #94b738fb
 import hashlib
 import json
 import random
 import re
 from dataclasses import dataclass, field
 
-# %% ../../nbs/26_nano_tasks.ipynb #6f5ad547
+# %% ../../nbs/26_nano_tasks.ipynb #1cb35aa4
 HELD_OUT_PERCENT = 3
 
 def is_held_out(
@@ -97,7 +97,7 @@ def until(
         try: return task(make, *args)
         except Again: continue
 
-# %% ../../nbs/26_nano_tasks.ipynb #271a7d30
+# %% ../../nbs/26_nano_tasks.ipynb #2f6c4ada
 TOOLS_HEAD = ("<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
               "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n")
 TOOLS_TAIL = ("</tools>\n\nFor each function call, output the function name and arguments within the following "
@@ -155,7 +155,7 @@ def prompt_and_answer(
     parts = render(item)
     return "".join(text for text, _ in parts[:-1]), parts[-1][0]
 
-# %% ../../nbs/26_nano_tasks.ipynb #271b9504
+# %% ../../nbs/26_nano_tasks.ipynb #0fb86fd7
 def parse_plain(
     text: str,           # generated text after the prompt, with or without its end token
     thinking: bool,      # the prompt ended inside <think>
@@ -183,7 +183,7 @@ def judge(
         except json.JSONDecodeError: return False
     return want == got
 
-# %% ../../nbs/26_nano_tasks.ipynb #91d1fcae
+# %% ../../nbs/26_nano_tasks.ipynb #9b7f5d5d
 SYSTEMS = ["You are a helpful assistant.", "You are a helpful assistant", "You are a concise assistant.",
            "Answer briefly.", "Be short and correct.", "You are a friendly helper.", "Please answer in English.",
            "You are a careful assistant. Think before you answer.", "You help people with small tasks.",
@@ -212,7 +212,7 @@ def reply(content: str, reasoning: str = "") -> dict:
     "An assistant message."
     return {"role": "assistant", "content": content, "reasoning_content": reasoning}
 
-# %% ../../nbs/26_nano_tasks.ipynb #381dc3ca
+# %% ../../nbs/26_nano_tasks.ipynb #ef8d21ae
 ADD = ["What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "What's {a} + {b}?", "what is {a}+{b}?", "Add {a} and {b}.",
        "add {a} and {b}", "Please sum {a} and {b}.", "Calculate {a} + {b}.", "Compute {a} + {b}", "{a} plus {b}",
        "What is {a} plus {b}?", "How much is {a} + {b}?", "{a} + {b} = ?", "{a}+{b}=?", "{a} + {b} =", "{a}+{b}=",
@@ -309,7 +309,7 @@ def times(make: Maker) -> Item:
     return Item("arithmetic", f"{a}*{b}", [user(question), reply(f"{a} * {b} = {a * b}", "From the times table.")],
                 thinking=thinking, kind="number")
 
-# %% ../../nbs/26_nano_tasks.ipynb #7047c012
+# %% ../../nbs/26_nano_tasks.ipynb #bc848833
 LIST_ASKS = {
     "sort": ["Sort these numbers: {}", "Sort {}", "sort {}", "Please sort this list: {}", "Sort in ascending order: {}",
              "Order these from smallest to largest: {}", "Can you sort {}?", "Put these numbers in order: {}",
@@ -373,7 +373,7 @@ def word_lists(make: Maker) -> Item:
     answer = list_answer(operation, words)
     return Item("lists", key, [user(question), reply(answer, LIST_THOUGHTS[operation])], thinking=make.thinks(0.4))
 
-# %% ../../nbs/26_nano_tasks.ipynb #33d32665
+# %% ../../nbs/26_nano_tasks.ipynb #bb2e4585
 FIRST = ("amber azure bold brave bright bronze calm cedar civil clear cobalt cold copper coral cosmic crimson crisp curly "
          "daring dark dawn deep dusty eager early east ebony elder fair fancy fast fierce fine firm fleet floral fresh "
          "frosty gentle giant glad golden grand gray happy hazel heavy hidden hollow honest humble icy idle indigo iron "
@@ -462,7 +462,7 @@ def lookup(
         messages += [user(ask), reply(*look_answer(table, name))]
     return Item(family, key, messages, thinking=thinking)
 
-# %% ../../nbs/26_nano_tasks.ipynb #6b3bdeec
+# %% ../../nbs/26_nano_tasks.ipynb #8623b934
 SYLLABLES = ("ba be bi bo bu ka ke ki ko ku da de di do du fa fe fi fo ga ge go gu ha he hi ho ja jo ju la le li lo lu ma "
              "me mi mo mu na ne ni no nu pa pe pi po ra re ri ro ru sa se si so su ta te ti to tu va ve vi vo wa we wi ya "
              "yo za ze zi zo bra cha dra fre gla kla lan mar nor pra sha stan ster tha tor tri ver vin wal wen win york "
@@ -540,7 +540,7 @@ def phrase(make: Maker) -> str:
     first = made_up_name(make).lower() if make.chance(0.15) else make.pick(COMMON if make.chance(0.2) else WORDS)
     return " ".join([first] + make.rng.sample(WORDS + SECOND + COMMON, make.upto(1, 3)))
 
-# %% ../../nbs/26_nano_tasks.ipynb #9dda8f21
+# %% ../../nbs/26_nano_tasks.ipynb #a925b340
 VALUES = {"city": (city, "string"), "person": (person, "string"), "thing": (thing, "string"), "date": (date, "string"),
           "clock": (clock, "string"), "email": (email, "string"), "code": (code, "string"), "phrase": (phrase, "string"),
           "count": (number, "integer"), "amount": (amount, "number")}
@@ -617,7 +617,7 @@ CONCEPTS = (
             "{1}|Fly me from {0} to {1}"),
 )
 
-# %% ../../nbs/26_nano_tasks.ipynb #91039a35
+# %% ../../nbs/26_nano_tasks.ipynb #82796877
 CONCEPTS += (
     Concept("book_hotel find_hotel hotel_search reserve_room", "Book a hotel room|Find a hotel in a city|Hotel search",
             (Slot("city location", "city", "The city|Where"), Slot("nights stay", "count", "Number of nights|Nights"),
@@ -697,7 +697,7 @@ EXTRA_SLOTS = (Slot("id number ref", "code", "The id|Reference", "with id"), Slo
                Slot("urgent force", bool, "Whether it is urgent|Urgent", "urgent"),
                Slot("city location", "city", "The city|Location", "in"))
 
-# %% ../../nbs/26_nano_tasks.ipynb #d48d0dd3
+# %% ../../nbs/26_nano_tasks.ipynb #461cd13a
 def invented_concept(make: Maker) -> Concept:
     "A tool nobody wrote down: verb, noun and a few parameters, so that declarations are read and not remembered."
     verb, noun = make.pick(VERBS), make.pick(NOUNS)
@@ -815,7 +815,7 @@ def tool_call(make: Maker) -> Item:
     key = make.claim(text)
     return Item("tools", key, [user(text), message], [t.declaration for t in tools], make.thinks(0.5), kind="calls")
 
-# %% ../../nbs/26_nano_tasks.ipynb #88dc9585
+# %% ../../nbs/26_nano_tasks.ipynb #4088e49f
 CONDITIONS = ["sunny", "rain", "cloudy", "snow", "windy", "fog", "clear sky", "light rain", "storm", "partly cloudy"]
 RESULT_FIELDS = {"temperature": lambda m: m.upto(-15, 40), "condition": lambda m: m.pick(CONDITIONS), "status": lambda m:
                  m.pick(["ok", "done", "pending", "shipped", "delivered", "confirmed"]), "price": amount, "time": clock,
@@ -903,7 +903,7 @@ def ask_back(make: Maker) -> Item:
     return Item("no tool", key, [user(text), reply(f"Which {name} do you mean?", f"The {name} is missing.")], declarations,
                 make.thinks(0.5))
 
-# %% ../../nbs/26_nano_tasks.ipynb #cdabc2cb
+# %% ../../nbs/26_nano_tasks.ipynb #e01a06db
 JSON_FIELDS = {  # name: (value, how a sentence says it)
     "name": (person, "the name is {}|name: {}|it is for {}|called {}"), "age": (lambda m: m.upto(1, 99), "age {}|{} years old"),
     "city": (city, "lives in {}|from {}|in {}"), "email": (email, "mail {}|reachable at {}"), "date": (date, "on {}|date {}"),
@@ -953,7 +953,7 @@ def json_value(make: Maker) -> Item:
         answer, thought = json.dumps(sorted(numbers)), LIST_THOUGHTS["sort"]
     return Item("json", key, [user(text), reply(answer, thought)], thinking=thinking, kind="json")
 
-# %% ../../nbs/26_nano_tasks.ipynb #4f6731cc
+# %% ../../nbs/26_nano_tasks.ipynb #fa2556c2
 FACTS = ("name", "favourite colour", "city", "dog", "lucky number", "favourite fruit", "job", "team", "car", "phone number",
          "street", "boss", "sister", "brother", "cat", "password hint", "room", "flight", "bus line", "favourite book")
 
@@ -1049,7 +1049,7 @@ def tool_again(make: Maker) -> Item:
     last_call = bool(messages[-1].get("tool_calls"))
     return Item("follow-up", key, messages, declarations, thinking, kind="calls" if last_call else "text")
 
-# %% ../../nbs/26_nano_tasks.ipynb #43fb50fe
+# %% ../../nbs/26_nano_tasks.ipynb #8e381337
 TALK = {  # intent: (what people say, separated by "|", the answer)
     "hello": ("hi|hello|hey|hi there|hello there|good morning|good evening|good afternoon|hey there|greetings|yo|howdy|hallo|"
               "hi bot|hello assistant|morning|hiya", "Hello! How can I help you?"),
@@ -1134,7 +1134,7 @@ def long_talk(make: Maker) -> Item:
     key = make.claim(" | ".join(m["content"] for m in messages if m["role"] == "user"))
     return Item("follow-up", key, messages, thinking=thinking, kind=last.kind)
 
-# %% ../../nbs/26_nano_tasks.ipynb #14afd137
+# %% ../../nbs/26_nano_tasks.ipynb #1022aae6
 MIXTURE = ((arithmetic, 13), (long_sum, 2.5), (times, 1), (lists, 24), (word_lists, 2), (lookup, 9), (tool_call, 20),
            (tool_result, 6), (no_tool, 5), (ask_back, 1), (strict_json, 7), (json_value, 2), (keep_fact, 4), (chain, 3),
            (list_again, 3), (tool_again, 4), (small_talk, 7), (long_talk, 3))

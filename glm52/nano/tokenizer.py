@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VOCABULARY', 'MERGES', 'SPLIT', 'count_pieces', 'to_characters', 'train_merges', 'build_tokenizer']
 
-# %% ../../nbs/26_nano_tokenizer.ipynb #1fab549f
+# %% ../../nbs/26_nano_tokenizer.ipynb #7f848f8c
 import json
 import re
 from collections import Counter
@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from ..chat.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, byte_characters
 from .tasks import FIRST, SECOND, WORDS, Maker, draw_item, made_up_name, render
 
-# %% ../../nbs/26_nano_tokenizer.ipynb #1e31ce3c
+# %% ../../nbs/26_nano_tokenizer.ipynb #889ff874
 VOCABULARY = 2048
-MERGES = 460
+MERGES = 1000
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PYTHON_SPLIT = re.compile(r" ?[^\W\d_]+|\d| ?(?:[^\w\s]|_)+|\s*[\r\n]+|\s+(?!\S)|\s+")
 _SPECIAL_SPLIT = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
@@ -44,11 +44,13 @@ def to_characters(text: str) -> str:
 
 
 def train_merges(counts: Counter, size: int) -> list: # of (left, right)
-    "Ordinary byte-pair merges, learned on words without their leading space: a space never joins a piece."
+    """Ordinary byte-pair merges, learned on words without their leading space: no merge joins a space and a letter,
+    so that a rare word has the same pieces wherever it stands, and copying it is copying ids."""
     words = Counter()
-    for piece, n in counts.items(): words[piece.removeprefix(" ")] += min(n, 300)
+    for piece, n in counts.items(): words[piece.removeprefix(" ")] += min(n, 2000)
     make = Maker("names")
-    words.update(made_up_name(make) for _ in range(4000))
+    words.update(made_up_name(make) for _ in range(6000))
+    words.update(dict.fromkeys([*FIRST, *WORDS], 4000))  # keys and things become single tokens
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(vocab_size=256 + size, initial_alphabet=byte_characters(), show_progress=False)
@@ -59,17 +61,17 @@ def train_merges(counts: Counter, size: int) -> list: # of (left, right)
 
 
 def build_tokenizer(documents: int = 6000) -> Tokenizer:
-    "Bytes, merges, whole words for look-up keys and for what is frequent, then GLM's special tokens in GLM's order."
+    """Bytes, merges, then the second words of look-up keys and whatever is frequent, with their leading space, as whole
+    tokens that need no merges; GLM's special tokens come last, in GLM's order."""
     counts = count_pieces(documents)
     merges = train_merges(counts, MERGES)
     tokens = dict.fromkeys(byte_characters())
     tokens.update(dict.fromkeys(a + b for a, b in merges))
-    words = [*FIRST, *WORDS, *(f" {w}" for w in SECOND)]
-    entities = {f" {w}" for w in [*FIRST, *WORDS]}
-    frequent = [p for p, n in counts.most_common() if len(p) > 1 and p not in entities and not re.search(r"\d", p)
-                and not (p[0] == " " and p[1:2].isupper() and len(p) > 2)]
+    copied = {f" {w}" for w in [*FIRST, *WORDS]}  # these are a space and a word, the same word as without a space
+    spaced = [p for p, n in counts.most_common() if p[0] in " \n" and len(p) > 1 and p not in copied
+              and not (p[1:2].isupper() and len(p) > 2)]
     room = VOCABULARY - len(SPECIAL_TOKENS)
-    for word in words + frequent:
+    for word in [f" {w}" for w in SECOND] + spaced:
         if len(tokens) < room: tokens.setdefault(to_characters(word))
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))

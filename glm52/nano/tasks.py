@@ -447,7 +447,9 @@ def lookup(
     if family == "two-hop": pairs, linked = max(pairs, 4), max(linked, 0.3 if pairs < 20 else 0.1)
     text, table = draw_table(make, pairs, linked)
     links, plain = [], []
-    for k, v in table.items(): (links if v.startswith("see ") else plain).append(k)
+    for k, v in table.items():
+        if make.held_out or not is_held_out(f"{k}={v}"): (links if v.startswith("see ") else plain).append(k)
+    if not plain or family == "two-hop" and not links: raise Again
     asked = [make.pick(links if links and make.chance(0.5 if family == "two-hop" else 0.15) else plain)
              for _ in range(questions or (1 if make.chance(0.5) else make.upto(2, 5)))]
     asked[-1] = make.pick(links if family == "two-hop" else plain)

@@ -17,6 +17,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'glm52.chat.parsers.OutputParser': ('parsers.html#outputparser', 'glm52/chat/parsers.py'),
                                     'glm52.chat.parsers.OutputParser.__init__': ( 'parsers.html#outputparser.__init__',
                                                                                   'glm52/chat/parsers.py'),
+                                    'glm52.chat.parsers.OutputParser._check_open': ( 'parsers.html#outputparser._check_open',
+                                                                                     'glm52/chat/parsers.py'),
                                     'glm52.chat.parsers.OutputParser.feed': ('parsers.html#outputparser.feed', 'glm52/chat/parsers.py'),
                                     'glm52.chat.parsers.OutputParser.finish': ('parsers.html#outputparser.finish', 'glm52/chat/parsers.py'),
                                     'glm52.chat.parsers.ParserError': ('parsers.html#parsererror', 'glm52/chat/parsers.py'),

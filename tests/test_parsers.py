@@ -1,9 +1,10 @@
 """The parser: the public cases, a property test over random outputs and splits, schema types, bad input, speed.
 
-GLM52_CASES=100000 pytest -s tests/test_parsers.py -k property    runs the property test on that many replies.
+GLM52_CASES=100000 pytest -s tests/test_parsers.py -k property    runs the property test on that many replies,
+GLM52_LARGE=1 pytest -s tests/test_parsers.py -k megabytes        parses ten megabytes of each heavy kind.
 """
 
-import json, os, random, re, time
+import cProfile, gc, json, math, os, pstats, random, re, time, tracemalloc
 from pathlib import Path
 
 import pytest
@@ -579,17 +580,65 @@ def heavy(kind, size):
     return unit * (size // len(unit)), tail
 
 
-@pytest.mark.parametrize("kind", HEAVY)
-def test_time_grows_with_length(kind):
-    "Four times the text takes about four times as long; a quadratic machine would take sixteen times."
-    def spent(size, piece=4096):
-        text, tail = heavy(kind, size)
-        parser, start = OutputParser(TOOLS, tail), time.process_time()
+def fed(kind, size, piece=4096):
+    "A function that parses a heavy reply."
+    text, tail = heavy(kind, size)
+    def act():
+        parser = OutputParser(TOOLS, tail)
         for i in range(0, len(text), piece): parser.feed(text[i:i + piece])
         parser.finish("length")
-        return time.process_time() - start
-    small, large = min(spent(60_000) for _ in range(3)), min(spent(240_000) for _ in range(2))
-    assert large < 9 * small + 0.02 and large < 240_000 / 1e6 + 0.1, (small, large)
+        return parser
+    return act
+
+
+def calls_made(act):
+    "Function calls, of Python and of C: the same number on any machine."
+    profile = cProfile.Profile()
+    profile.runcall(act)
+    return pstats.Stats(profile).total_calls
+
+
+def seconds(act):
+    "The least of three runs, without the collector, whose work depends on everything else that is alive."
+    gc.disable()
+    try:
+        best = math.inf
+        for _ in range(3):
+            start = time.process_time()
+            act()
+            best = min(best, time.process_time() - start)
+        return best
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_work_and_time_grow_with_length(kind):
+    "Four times the text is four times the calls and about four times the time; a quadratic machine would take sixteen times."
+    assert calls_made(fed(kind, 160_000)) < 4.3 * calls_made(fed(kind, 40_000)) + 200
+    small, large = seconds(fed(kind, 60_000)), seconds(fed(kind, 240_000))
+    assert large < 9 * small + 0.05 and large < 0.24 + 0.3, (small, large)
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_memory_grows_with_length(kind):
+    "At most 200 bytes a character at the peak, the reply itself included, whatever is held back."
+    act = fed(kind, 100_000)
+    tracemalloc.start()
+    act()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * 100_000, peak / 100_000
+
+
+@pytest.mark.skipif("GLM52_LARGE" not in os.environ, reason="ten megabytes of each kind take a minute: GLM52_LARGE=1")
+@pytest.mark.parametrize("kind", HEAVY)
+def test_ten_megabytes(kind):
+    act, start = fed(kind, 10_000_000), time.process_time()
+    act()
+    spent = time.process_time() - start
+    print(f"{kind}: {spent:.2f} s")
+    assert spent < 10
 
 
 def test_lexer_gives_back_every_character():

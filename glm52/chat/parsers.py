@@ -31,7 +31,9 @@ def naive_parse(
     reasoning, _, rest = text.rpartition(END_THINK) if thinking else ("", "", text)
     argument = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))\s*"
     call = re.compile(rf"<tool_call>\s*([\w.:/@$-]+)\s*((?:{argument})*)</tool_call>\s*", re.S)
-    calls = [(m[1], {k.strip(): v for k, v in reversed(re.findall(argument, m[2] + END_CALL, re.S))}) for m in call.finditer(rest)]
+    # reversed, so that the first of two values of a key wins
+    pairs = lambda found: reversed(re.findall(argument, found[2] + END_CALL, re.S))
+    calls = [(found[1], {key.strip(): value for key, value in pairs(found)}) for found in call.finditer(rest)]
     return reasoning, call.sub("", rest), calls
 
 # %% ../../nbs/21_parsers.ipynb #71afb8c2
@@ -165,7 +167,8 @@ def _resolve(self, schema, depth):
         if isinstance(schema.get(word), list):
             parts = [self._resolve(part, depth + 1) for part in schema[word]]
             if parts: found.append(None if None in parts else _union(parts))
-    if isinstance(schema.get("allOf"), list): found += [self._resolve(part, depth + 1) for part in schema["allOf"]]
+    if isinstance(schema.get("allOf"), list):
+        found += [self._resolve(part, depth + 1) for part in schema["allOf"]]
     known = [part for part in found if part is not None and (part.types or part.values)]
     if not known: return Accept() if Accept() in found else None
     result = known[0]
@@ -299,7 +302,8 @@ class Delta(NamedTuple):
 
     def to_openai(self) -> dict:
         "As the `delta` of an OpenAI chunk."
-        if self.kind != "tool_call": return {{"reasoning": "reasoning_content"}.get(self.kind, self.kind): self.text}
+        if self.kind == "reasoning": return {"reasoning_content": self.text}
+        if self.kind == "content": return {"content": self.text}
         call = {"index": self.index, "function": {"arguments": self.arguments}}
         if self.id is not None:
             call = {"index": self.index, "id": self.id, "type": "function",
@@ -416,7 +420,8 @@ class OutputParser(_Reading):
         call_id: Callable[[int], str] = lambda index: "call_" + uuid.uuid4().hex[:24],  # the id of call `index`
     ):
         super().__init__()
-        self.schemas = {t["function"]["name"]: Schema(t["function"].get("parameters")) for t in normalize_tools(tools)}
+        functions = [tool["function"] for tool in normalize_tools(tools)]
+        self.schemas = {function["name"]: Schema(function.get("parameters")) for function in functions}
         self._prefixes = {name[:n] for name in self.schemas for n in range(1, len(name) + 1)}
         self.calls_on, self._call_id = calls, call_id
         self._state, self._fresh, self._after_call = _in_content, True, False
@@ -429,7 +434,7 @@ class OutputParser(_Reading):
         text: str,      # the next piece of the reply, of any length
     ) -> list[Delta]:   # what is certain now
         "Read a piece."
-        if self.finish_reason is not None: raise RuntimeError("this reply is finished; a new one needs a new OutputParser")
+        self._check_open()
         self._raw.append(text)
         for lexeme in self._lexer.feed(text): self._state(self, lexeme)
         return _drain(self) if len(self._out) > 1 else _take(self, "_out")
@@ -439,9 +444,13 @@ class OutputParser(_Reading):
         finish_reason: str = "stop",  # as the engine gave it
     ) -> list[Delta]:                 # what was held back
         "End the turn: decide what is open, close what was cut, set `finish_reason`."
-        if self.finish_reason is not None: raise RuntimeError("this reply is finished; a new one needs a new OutputParser")
+        self._check_open()
         _end_turn(self, finish_reason)
         return _drain(self)
+
+    def _check_open(self):
+        if self.finish_reason is None: return
+        raise RuntimeError("this reply is finished; a new one needs a new OutputParser")
 
 # %% ../../nbs/21_parsers.ipynb #6063b157
 def _continue(p, turn):
@@ -459,10 +468,13 @@ def _continue(p, turn):
 def _drain(p):
     "The deltas since the last time, neighbours of one kind joined."
     out, p._out, joined = p._out, [], []
-    for (kind, index, plain), run in groupby(out, lambda d: (d.kind, d.index, d.id is None and not d.incomplete)):
+    alike = lambda delta: (delta.kind, delta.index, delta.id is None and not delta.incomplete)
+    for (kind, index, plain), run in groupby(out, alike):
         run = list(run)
         if not plain or len(run) == 1: joined += run
-        else: joined.append(Delta(kind, "".join(d.text for d in run), index, arguments="".join(d.arguments for d in run)))
+        else:
+            text, arguments = "".join(delta.text for delta in run), "".join(delta.arguments for delta in run)
+            joined.append(Delta(kind, text, index, arguments=arguments))
     return joined
 
 # %% ../../nbs/21_parsers.ipynb #fffd5754
@@ -494,7 +506,8 @@ def _put(p, kind, lexemes, call=None):
     for lexeme in lexemes: _mark(p, kind, lexeme.start, lexeme.end, call)
 
 
-def _report(p, kind, start, end, call=None, **detail): p.reports.append(Report(kind, max(start, 0), max(end, 0), call, detail))
+def _report(p, kind, start, end, call=None, **detail):
+    p.reports.append(Report(kind, max(start, 0), max(end, 0), call, detail))
 
 
 def _take(p, name):
@@ -505,7 +518,7 @@ def _take(p, name):
 
 # %% ../../nbs/21_parsers.ipynb #417d6c14
 def _in_content(p, lexeme):
-    "Outside thinking and outside a call. `fresh`: nothing but blanks since the turn, thinking or a call began or ended."
+    "Outside thinking and calls. `fresh`: nothing but blanks since the turn began, or thinking or a call ended."
     tag = lexeme.tag
     if p._fresh and not tag and lexeme.text.isspace():
         p._blank.append(lexeme)
@@ -578,7 +591,8 @@ def _begin_call(p):
     for lexeme in held:
         if lexeme.tag: _put(p, "markup", [lexeme], index)
         else: _mark_name(p, lexeme, index)
-        if lexeme.tag in (END_VALUE, END_KEY): _report(p, "stray_tag", lexeme.start, lexeme.end, index, tag=lexeme.tag)
+        if lexeme.tag in (END_VALUE, END_KEY):
+            _report(p, "stray_tag", lexeme.start, lexeme.end, index, tag=lexeme.tag)
     if p._name not in p.schemas: _report(p, "unknown_tool", held[0].start, held[-1].end, index, name=p._name)
     p._out.append(Delta("tool_call", index=index, id=call.id, name=call.name))
 
@@ -663,7 +677,7 @@ def _after_key(p, lexeme):
 
 # %% ../../nbs/21_parsers.ipynb #9af68d64
 def _begin_value(p, start):
-    "A value begins: text streams, everything else is collected, a second value of a key is only kept in the spans."
+    "A value begins: text streams, the rest is collected, a second value of a key is only kept in the spans."
     call, key = p._calls[-1], "".join(p._key).strip()
     p._value, p._value_at, p._state, p._ends = [], start, _in_value, []
     p._accept = call.schema.accept(key)
@@ -691,7 +705,9 @@ def _end_value(p, end):
         _fragment(p, '"')
     else:
         found = to_json(text, p._accept)
-        if found is None: _report(p, "not_converted", p._value_at, end, call.index, key=key, types=sorted(p._accept.types))
+        if found is None:
+            types = sorted(p._accept.types)
+            _report(p, "not_converted", p._value_at, end, call.index, key=key, types=types)
         _fragment(p, p._head + (json_string(text) if found is None else found))
 
 # %% ../../nbs/21_parsers.ipynb #6c3bba69
@@ -793,8 +809,8 @@ def _candidate_goes_on(p, lexeme):
     return True
 
 # %% ../../nbs/21_parsers.ipynb #e6170399
-_STEPS = {("name", KEY): "key", ("name", END_CALL): "gap", ("key", END_KEY): "after key", ("after key", VALUE): "value",
-          ("ends", KEY): "key", ("ends", END_CALL): "gap", ("gap", CALL): "name"}
+_STEPS = {("name", KEY): "key", ("name", END_CALL): "gap", ("key", END_KEY): "after key",
+          ("after key", VALUE): "value", ("ends", KEY): "key", ("ends", END_CALL): "gap", ("gap", CALL): "name"}
 
 # %% ../../nbs/21_parsers.ipynb #e0314659
 _IN_CALL = (_in_key, _after_key, _in_value, _at_value_end)
@@ -821,8 +837,8 @@ def _end_turn(p, finish_reason):
 def _cut_tag(p, rest):
     "The last characters are the beginning of a tag that would go on here; they are markup, not data."
     inside = (KEY, END_KEY, VALUE, END_VALUE, END_CALL)
-    expected = {_at_name: (KEY, END_CALL, END_VALUE, END_KEY) if p._name else (), _in_key: inside, _after_key: inside,
-                _in_value: (END_VALUE,), _at_value_end: (KEY, END_CALL, END_VALUE)}
+    expected = {_at_name: (KEY, END_CALL, END_VALUE, END_KEY) if p._name else (), _in_key: inside,
+                _after_key: inside, _in_value: (END_VALUE,), _at_value_end: (KEY, END_CALL, END_VALUE)}
     if not any(tag.startswith(rest.text) for tag in expected.get(p._state, ())): return False
     p._held.append(rest._replace(tag="cut"))
     return True
@@ -834,7 +850,7 @@ def _end_candidate(p):
     "The turn ends after held markup: calls if it stands between two calls, otherwise a quotation."
     if p._part != "gap":
         if p._close_at is not None or p._bare: return _quote(p, math.inf)
-        # A value that never closes may hold the real calls, if they have no arguments: any value would end this one.
+        # A value that never closes may hold the real calls, if they have no arguments (any value would end it).
         p._bare, first, held = True, p._held[0], _take(p, "_held")
         _say_run(p, "reasoning", _take(p, "_blank") + [first])
         p._fresh, p._state = False, _in_thinking
@@ -859,7 +875,9 @@ def _end_name(p, cut):
         p._state = _in_content
     else:
         held = _take(p, "_held") + tail
-        if p._name in p.schemas: _report(p, "malformed_call", held[0].start, held[-1].end, text="".join(x.text for x in held))
+        if p._name in p.schemas:
+            text = "".join(lexeme.text for lexeme in held)
+            _report(p, "malformed_call", held[0].start, held[-1].end, text=text)
         _release(p, held)
 
 
@@ -889,8 +907,8 @@ def _read_loose(p):
     for start, end, closed in p._notes:
         text = raw[start:end]
         body = text.removeprefix(CALL).removesuffix(END_CALL).strip()
-        if _JSON_HEAD.match(body): p.reports.append(Report("json_call", start, end, None, _json_call(body) | {"text": text}))
-        elif closed: p.reports.append(Report("malformed_call", start, end, None, {"text": text}))
+        if _JSON_HEAD.match(body): _report(p, "json_call", start, end, **_json_call(body), text=text)
+        elif closed: _report(p, "malformed_call", start, end, text=text)
     p.reports.sort(key=lambda report: report.start)
 
 
@@ -925,13 +943,13 @@ def parse_command(
     finish: str = "stop",              # "stop" or "length", as the engine ended
     chunk: int = 0,                    # characters fed at a time; 0 feeds the whole
 ) -> str:                              # JSON
-    "What `glm52 parse` prints: the message in OpenAI's form, the finish reason, and reports if there are any."
+    "What `glm52 parse` prints: the message in OpenAI's form, the finish reason, reports if there are any."
     if (thinking is None) == (prompt_tail is None):
         raise ParserError("say how the prompt ended: either --thinking on|off or --prompt-tail TEXT")
     if thinking not in (None, "on", "off"): raise ParserError(f"--thinking is {thinking!r}; use on or off")
     if finish not in ("stop", "length"): raise ParserError(f"--finish is {finish!r}; use stop or length")
     if chunk < 0: raise ParserError(f"--chunk is {chunk}; use 0 for the whole text or a number of characters")
-    if prompt_tail is None: prompt_tail = "<|assistant|><think>" if thinking == "on" else "<|assistant|><think></think>"
+    if prompt_tail is None: prompt_tail = "<|assistant|><think>" + ("" if thinking == "on" else END_THINK)
     tools = read_json(tools_json, "tools") if tools_json is not None else None
     parser = OutputParser(tools, prompt_tail, call_id=lambda index: f"call_{index}")
     size = chunk or max(len(raw), 1)

@@ -403,7 +403,7 @@ def show_tokens(
         shown.append("\n".join(f"\033[{style}m{line}\033[0m" if line else "" for line in piece.split("\n")))
     return "".join(shown)
 
-
+# %% ../../nbs/20_template.ipynb #348787a2
 def render_command(
     messages_json: str,                    # an array of messages, or an object with messages, tools, system
     tools_json: str | None = None,         # an array of tools

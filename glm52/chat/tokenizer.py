@@ -72,7 +72,7 @@ def new_backend(
 class TokenizerError(ValueError):
     "A tokenizer that cannot be read, or text that it cannot encode."
 
-
+# %% ../../nbs/17_tokenizer.ipynb #56013aea
 class Tokenizer:
     "A checkpoint's tokenizer: text to ids and back, the bytes of each id, and the chat template it came with."
 
@@ -117,7 +117,7 @@ class Tokenizer:
         "Whether the checkpoint brought a chat template."
         return bool(self.hf.chat_template)
 
-
+# %% ../../nbs/17_tokenizer.ipynb #e74b67d2
 def _eos_from_dir(path):
     "The ids that end a turn, as written in generation_config.json or config.json."
     for name in ("generation_config.json", "config.json"):

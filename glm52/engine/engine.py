@@ -67,13 +67,13 @@ class StopStrings:
         text: str,               # the next piece
         active: bool = True,     # False while `min_tokens` forbids an end: whole stop strings pass
     ) -> tuple[str, str | None]:  # text that is certain, and the stop string that ended it
-        "Of several the one that begins first ends the text; of those that begin together, the one listed first."
+        "Of several the one that is complete first ends the text; of those complete together, the longest."
         text = self.held + text
-        found = [(place, order) for order, stop in enumerate(self.stops) if (place := text.find(stop)) >= 0] if active else []
+        found = [(place + len(stop), place) for stop in self.stops if (place := text.find(stop)) >= 0] if active else []
         if found:
-            place, order = min(found)
+            end, place = min(found)
             self.held = ""
-            return text[:place + (len(self.stops[order]) if self.include else 0)], self.stops[order]
+            return text[:end if self.include else place], text[place:end]
         tails = range(max(len(text) - self.longest + 1, 0), len(text))
         keep = next((at for at in tails if any(stop.startswith(text[at:]) for stop in self.stops)), len(text))
         self.held = text[keep:]

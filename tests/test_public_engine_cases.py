@@ -1,0 +1,69 @@
+"""Public bug reports of the engine: which stop string ends a text, and scores that do not depend on scheduling."""
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from glm52.engine.engine import LLM, StopStrings
+from glm52.engine.sampling import SamplingParams
+
+CASES = {case["id"]: case for line in (Path(__file__).parent / "cases" / "public-reports.jsonl").read_text().splitlines()
+         if (case := json.loads(line))["area"] == "openai-api"}
+
+
+def cut_by(stops, pieces, include=False):
+    "The text before the stop string, and which one it was."
+    finder, out = StopStrings(stops, include), ""
+    for piece in pieces:
+        certain, found = finder.push(piece)
+        out += certain
+        if found is not None: return out, found
+    return out + finder.flush(), None
+
+
+def regroup(pieces):
+    "The same text in other steps: token by token, as one piece, letter by letter, two by two."
+    text = "".join(pieces)
+    return pieces, [text], list(text), [text[i:i + 2] for i in range(0, len(text), 2)], [text[:3], text[3:]]
+
+
+@pytest.mark.parametrize("case", ["OA10", "OA12"])
+def test_the_stop_string_that_is_complete_first(case):
+    given_, expect = CASES[case]["given"], CASES[case]["expect"]
+    for pieces in regroup(given_["steps"][0]):
+        text, found = cut_by(given_["stop"], pieces)
+        assert text == expect["text"] and found == expect.get("stop_reason", given_["stop"][0]), pieces
+
+
+def test_a_long_stop_string_does_not_wait_for_its_end():
+    "`bc` is complete before `abcd`, also when both arrive in one piece; of two complete together the longer one counts."
+    for pieces in regroup(["xa", "bcd", "y"]):
+        assert cut_by(["abcd", "bc"], pieces) == ("xa", "bc")
+        assert cut_by(["c", "abc", "bc"], pieces) == ("x", "abc")
+        assert cut_by(["abcd", "bc"], pieces, include=True) == ("xabc", "bc")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab", max_size=14), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.data())
+def test_steps_of_any_size_stop_at_the_same_place(text, stops, data):
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5))), len(text)]
+    assert cut_by(stops, [text[a:b] for a, b in zip(cuts, cuts[1:])]) == cut_by(stops, list(text))
+
+
+def test_public_case_oa17_prompt_scores_do_not_depend_on_chunks(tiny_model):
+    "Alone, and beside requests that decode; every chunk size gives the same numbers, bit for bit."
+    given_ = CASES["OA17"]["given"]
+    prompt = [(7 * i + 3) % tiny_model.config.vocab_size for i in range(given_["prompt_tokens"])]
+    scored = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, ignore_eos=True)
+    other = SamplingParams(max_tokens=12, temperature=1, seed=5, ignore_eos=True)
+    seen = []
+    for chunk in given_["chunk_sizes"]:
+        for company in (0, 3):
+            llm = LLM(tiny_model, num_pages=16, max_num_seqs=4, max_num_batched_tokens=chunk)
+            prompts = [{"prompt_token_ids": [9 + i, 4, 8]} for i in range(company)] + [{"prompt_token_ids": prompt}]
+            result = llm.generate(prompts, [other] * company + [scored], use_tqdm=False)[-1]
+            seen.append([None if entry is None else {token: lp.logprob for token, lp in entry.items()} for entry in result.prompt_logprobs])
+    assert len(seen[0]) == len(prompt) and seen[0][0] is None and all(token in entry for token, entry in zip(prompt[1:], seen[0][1:]))
+    assert all(other == seen[0] for other in seen[1:])

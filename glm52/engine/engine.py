@@ -402,7 +402,7 @@ class LLM:
         seed: int | None = None,                      # requests without a seed get seeds that follow from this one
         **limits,                                     # max_model_len, max_num_seqs, max_num_batched_tokens, num_pages: see `Engine`
     ):
-        loaded = isinstance(model, Decoder)
+        loaded = not isinstance(model, (str, Path))
         self.defaults = SamplingParams(max_tokens=None) if loaded else SamplingParams(max_tokens=None, **generation_defaults(resolve_model(model)))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
         decoder = model if loaded else load_model(model, dtype=dtype, device=device)
@@ -506,7 +506,7 @@ class AsyncEngine:
         device: str | torch.device | None = None,
         **limits,                                     # see `Engine`
     ):
-        loaded = isinstance(model, Decoder)
+        loaded = not isinstance(model, (str, Path))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
         decoder = model if loaded else load_model(model, dtype=dtype, device=device)
         self.engine = Engine(decoder, tokenizer, **limits)

@@ -235,7 +235,7 @@ def _add(
     self.totals["prompt_tokens"] += len(prompt_token_ids)
     return request
 
-
+# %% ../../nbs/18_engine.ipynb #adf175e4
 def _abort(
     self: Engine,
     request_id: str,      # one that has ended, or never was, is left alone

@@ -114,7 +114,7 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size: raise SamplingError(f"{name} names token {token}; the model's ids are 0 to {vocab_size - 1}")
 
-
+# %% ../../nbs/13_sampling.ipynb #bfd68649
 def _checked(p: SamplingParams) -> dict:
     "Every field in its plain type, or an error."
     checked = {

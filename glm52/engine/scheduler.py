@@ -294,7 +294,7 @@ def _update(
         if new or ended: progress.append(Progress(sequence, new, ended))
     return progress
 
-
+# %% ../../nbs/15_scheduler.ipynb #74c5555b
 def _finish(
     self: Scheduler,
     sequence: Sequence,

@@ -75,7 +75,7 @@ class TextOffsets:
         if self._detokenizer: self.next += len(self._detokenizer.push([token_id]))
         return offset
 
-
+# %% ../../nbs/23_openai.ipynb #1c52d8e6
 def completion_logprobs(
     tokenizer: Tokenizer | None,
     token_ids: list[int],
@@ -175,7 +175,7 @@ class CompletionChoice:
         scored = completion_logprobs(self.tokenizer, self.prompt_ids, prompt_logprobs, offsets, fields.logprobs)
         piece["logprobs"] = {name: scored[name] + piece["logprobs"][name] for name in scored}
 
-
+# %% ../../nbs/23_openai.ipynb #3a2c88a8
 async def completion_pieces(
     generation: Generation,
     choices: list[CompletionChoice],

@@ -270,7 +270,7 @@ async def merge(
         for task in tasks: task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-
+# %% ../../nbs/23_endpoints.ipynb #c7497c98
 class Generation:
     "The engine's work for one HTTP request."
 

@@ -84,7 +84,7 @@ def paged_index_scores(
     return scores.masked_fill_(hidden, -torch.inf)
 
 
-IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": paged_index_scores}
+IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": paged_index_scores, "triton": "glm52.kernels.indexer:index_scores"}
 
 # %% ../../nbs/04_indexer.ipynb #7475d10e
 def index_scores(

@@ -85,7 +85,7 @@ def _group_after_group(q, latent_cache, slots, scale, rope_dim):
     return out
 
 
-IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": sparse_mla_torch}
+IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": sparse_mla_torch, "tilelang": "glm52.kernels.sparse_mla:sparse_mla"}
 
 # %% ../../nbs/07_sparse_mla.ipynb #9d6ed46d
 def sparse_mla(

@@ -61,7 +61,7 @@ def _break_ties(scores, kth, usable, take):
     return chosen.byte().topk(take, sorted=False).indices          # chosen ones first; a short row fills up with others
 
 # %% ../../nbs/05_topk.ipynb #d34ae113
-IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": topk_torch}
+IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": topk_torch, "tilelang": "glm52.kernels.topk:topk"}
 
 
 def topk(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BENCHES', 'Row', 'source_sha', 'row', 'rival', 'bench_topk', 'repeat_topk', 'latent_pool', 'bench_sparse_decode',
-           'index_pool', 'bench_index_scores', 'bench_kernels']
+           'index_pool', 'bench_index_scores', 'bench_index_prefill', 'bench_kernels']
 
 # %% ../nbs/28_bench_kernels.ipynb #7f54e495
 import datetime, hashlib, importlib.util, inspect, json, time
@@ -90,36 +90,74 @@ def latent_pool(requests: int, context: int) -> tuple[Tensor, Tensor]:
     return cache, torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
 
 
-def bench_sparse_decode(k: int = 2048) -> Iterator[Row]:
-    "64 and 8 heads, every request its own selection."
-    scale = 256 ** -0.5
+def bench_sparse_decode(k: int = 2048, requests: int = 256) -> Iterator[Row]:
+    "64 and 8 heads, every request its own selection; a fixed split beside; six rows a request."
     for context, batches in ((2176, (1, 8, 64, 256)), (32768, (64, 256))):
-        cache, table = latent_pool(256, context)
-        positions = torch.cat([torch.rand(32, context, device="cuda").topk(k, sorted=False).indices.sort(1).values.int() for _ in range(8)])
+        cache, table = latent_pool(requests, context)
+        positions = _selections(requests, context, k)
         for heads in (64, 8, 32, 16) if context == 2176 else (64,):
-            q = torch.randn(256, heads, 576, device="cuda", dtype=torch.bfloat16)
-            for batch in batches: yield from _decode_rows(q, cache, table, positions, batch, context, scale, k)
+            q = torch.randn(requests, heads, 576, device="cuda", dtype=torch.bfloat16)
+            for batch in batches:
+                yield from _decode_rows(q, cache, table, positions, batch, context, k)
+                if heads in (64, 8) and context == 2176:
+                    yield from _decode_rows(q, cache, table, positions, batch, context, k, split=2, rivals=False)
+        yield from _verify_rows(cache, table, context, k)
 
 
-def _decode_rows(q, cache, table, positions, batch, context, scale, k) -> Iterator[Row]:
+def _selections(rows: int, context: int, k: int) -> Tensor:
+    "k ascending positions a row, each row its own."
+    parts = range(0, rows, 32)
+    return torch.cat([torch.rand(min(32, rows - r), context, device="cuda").topk(k, sorted=False).indices.sort(1).values.int() for r in parts])
+
+
+def _decode_rows(q, cache, table, positions, batch, context, k, split=None, rivals=True, scale=256 ** -0.5) -> Iterator[Row]:
+    "One row a request; parts of the pool take turns, so that the cache rows come from memory."
     heads, request = q.shape[1], torch.arange(batch, device="cuda")
-    parts = [slice(i * batch, (i + 1) * batch) for i in range(max(1, min(64, 256 // batch)))]
-    run = lambda p: sparse_mla.sparse_mla_paged(q[p], cache, positions[p], table[p], request, scale)
-    first, error = run(parts[0]), 0.0
-    if not torch.equal(first, run(parts[0])): raise AssertionError(f"sparse decode at batch {batch}: two runs differ")
-    for t in range(min(batch, 6)):
-        keys = cache[table[t].long()].flatten(0, 1)
-        plain, _ = naive_sparse_mla(q[t:t + 1].float(), keys.float(), positions[t:t + 1], scale, 64)
-        error = max(error, relative_error(plain, first[t:t + 1]))
-    floor = H200.floor_us(batch * (k * 1152 + heads * 2176), batch * heads * k * 1088 * 2)
-    facts = dict(batch=batch, context=context, heads=heads, rows=1, top_k=k)
-    yield row("sparse_decode_bf16", "glm52", measure(*[lambda p=p: run(p) for p in parts]), floor, sparse_mla, rel_err=error, **facts)
-    if importlib.util.find_spec("flash_mla") and heads == 64:
+    parts = [slice(i * batch, (i + 1) * batch) for i in range(max(1, min(64, len(q) // batch)))]
+    run = lambda p: sparse_mla.sparse_mla_paged(q[p], cache, positions[p], table[p], request, scale, split)
+    error = _decode_error(run, parts[0], q, cache, positions, table, scale)
+    floor, facts = _decode_floor(batch, heads, k), dict(batch=batch, context=context, heads=heads, rows=1, top_k=k)
+    impl = "glm52" if split is None else f"glm52, {split} blocks a row"
+    yield row("sparse_decode_bf16", impl, measure(*[lambda p=p: run(p) for p in parts]), floor, sparse_mla, rel_err=error, **facts)
+    if rivals and importlib.util.find_spec("flash_mla") and heads == 64:
         import flash_mla
         slots = (table.gather(1, positions.long() // 64).long() * 64 + positions % 64).int()[:, None]
         flat = cache.view(-1, 1, 576)
         calls = [lambda p=p: flash_mla.flash_mla_sparse_fwd(q[p], flat, slots[p], scale, use_legacy=True) for p in parts]
         yield from rival("sparse_decode_bf16", "sgl-flash-mla", calls, floor, **facts)
+
+
+def _decode_error(run, part, q, cache, positions, table, scale) -> float:
+    "The largest relative error of six rows; two runs must be equal."
+    first, error = run(part), 0.0
+    if not torch.equal(first, run(part)): raise AssertionError(f"sparse decode of {len(first)} rows: two runs differ")
+    for t in range(min(len(first), 6)):
+        keys = cache[table[t].long()].flatten(0, 1)
+        plain, _ = naive_sparse_mla(q[t:t + 1].float(), keys.float(), positions[t:t + 1], scale, 64)
+        error = max(error, relative_error(plain, first[t:t + 1]))
+    if not error < 1e-2: raise AssertionError(f"sparse decode of {len(first)} rows: relative error {error}")
+    return error
+
+
+def _decode_floor(rows: int, heads: int, k: int) -> float:
+    "Chosen cache rows and queries read, outputs written; two products."
+    return H200.floor_us(rows * (k * 1152 + heads * 2176), rows * heads * k * 1088 * 2)
+
+
+def _verify_rows(cache, table, context, k, batch=32, rows=6, heads=64, scale=256 ** -0.5) -> Iterator[Row]:
+    "Six rows a request, their selections distinct, then nine tenths shared; `tokens` is the share in percent."
+    q = torch.randn(batch * rows, heads, 576, device="cuda", dtype=torch.bfloat16)
+    request = torch.arange(batch, device="cuda").repeat_interleave(rows)
+    for shared in (0, 90):
+        scores = torch.rand(batch, 1, context, device="cuda").expand(batch, rows, context)
+        other = torch.rand(batch, rows, context, device="cuda")
+        keep = scores.topk(k * shared // 100, sorted=False).indices
+        positions = other.scatter(2, keep, 2.0).topk(k, sorted=False).indices.sort(2).values.int().view(batch * rows, k)
+        run = lambda: sparse_mla.sparse_mla_paged(q, cache, positions, table[:batch], request, scale)
+        error = _decode_error(lambda _: run(), None, q, cache, positions, table[request], scale)
+        floor = H200.floor_us(batch * (k * 1152 * (shared + rows * (100 - shared)) / 100 + rows * heads * 2176), batch * rows * heads * k * 1088 * 2)
+        yield row("sparse_decode_bf16", "glm52", measure(*[run] * 8), floor, sparse_mla, rel_err=error,
+                  batch=batch, context=context, heads=heads, rows=rows, top_k=k, tokens=shared)
 
 # %% ../nbs/28_bench_kernels.ipynb #77ea1607
 def index_pool(requests: int, context: int) -> tuple[Tensor, Tensor]:
@@ -134,43 +172,84 @@ def index_pool(requests: int, context: int) -> tuple[Tensor, Tensor]:
 
 def bench_index_scores(heads: int = 32, width: int = 128) -> Iterator[Row]:
     "Quantised queries in, as DeepGEMM takes them."
-    for context, batches in ((2176, (1, 8, 64, 256)), (32768, (1, 8, 64, 256)), (131072, (1, 8, 64, 256))):
-        for batch in batches:
+    for context in (2176, 32768, 131072):
+        for batch in (1, 8, 64, 256):
             copies = max(1, min(8, (1 << 28) // (batch * context * 132)))
             pools = [index_pool(batch, context) for _ in range(copies)]
-            for rows in (1, 6):
-                if rows == 1 or batch <= 64: yield from _score_rows(pools, batch, context, rows, heads, width)
+            for rows in (1, 6): yield from _score_rows(pools, batch, context, rows, heads, width)
             del pools
+    yield from bench_index_prefill(heads, width)
+
+
+def _queries(rows: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    "Random e4m3 queries and their gates, some of them negative."
+    return torch.randn(rows, heads, width, device="cuda").to(torch.float8_e4m3fn), torch.randn(rows, heads, device="cuda")
+
+
+def _score_error(got, q, gate, cache, pages, limit) -> float:
+    "Relative error of a few rows of one request against the plain form on the same FP8 values."
+    width = q.shape[2]
+    raw = cache[pages.long()]
+    keys = raw[:, :64 * width].reshape(-1, width).view(torch.float8_e4m3fn).float() * raw[:, 64 * width:].contiguous().view(torch.float32).reshape(-1, 1)
+    want = torch.einsum("rhd,sd->rhs", q.float(), keys).relu_().mul_(gate[:, :, None]).sum(1)
+    seen = torch.arange(want.shape[1], device="cuda") < limit[:, None]
+    error = relative_error(want[seen], got[:, :want.shape[1]][seen])
+    if not error < 2e-3: raise AssertionError(f"index scores over {len(pages)} pages, {len(q)} rows: relative error {error}")
+    return error
 
 
 def _score_rows(pools, batch, context, rows, heads, width) -> Iterator[Row]:
-    q = torch.randn(batch * rows, heads, width, device="cuda").to(torch.float8_e4m3fn)
-    gate = torch.rand(batch * rows, heads, device="cuda")
+    "Decode with one row a request, verification with six."
+    q, gate = _queries(batch * rows, heads, width)
     start = torch.arange(batch + 1, device="cuda") * rows
     limit = (context - rows + 1 + torch.arange(rows, device="cuda")).repeat(batch)
     run = lambda cache, table: indexer.index_scores_fp8(q, gate, cache, table, start, limit, rows, fill=False)
-    (cache, table), b = pools[0], batch - 1
-    got = run(cache, table)
-    pages = cache[table[b].long()]
-    keys = pages[:, :8192].reshape(-1, width).view(torch.float8_e4m3fn).float() * pages[:, 8192:].contiguous().view(torch.float32).reshape(-1, 1)
-    want = torch.einsum("rhd,sd->rhs", q[b * rows:].float(), keys).relu_().mul_(gate[b * rows:, :, None]).sum(1)
-    seen = torch.arange(want.shape[1], device="cuda") < limit[b * rows:, None]
-    error = relative_error(want[seen], got[b * rows:, :want.shape[1]][seen])
-    if not error < 1e-3: raise AssertionError(f"index scores at batch {batch}, context {context}, {rows} rows: relative error {error}")
+    got, last = run(*pools[0]), slice((batch - 1) * rows, batch * rows)
+    if not torch.equal(got[last, :context - rows], run(*pools[0])[last, :context - rows]): raise AssertionError("index scores: two runs differ")
+    error = _score_error(got[last], q[last], gate[last], pools[0][0], pools[0][1][batch - 1], limit[last])
     floor = H200.floor_us(batch * context * (132 + 4 * rows), batch * rows * context * heads * width * 2, "fp8")
     facts = dict(batch=batch, context=context, heads=heads, rows=rows)
     yield row("index_scores", "glm52", measure(*[lambda pool=pool: run(*pool) for pool in pools]), floor, indexer, rel_err=error, **facts)
-    if importlib.util.find_spec("deep_gemm") and rows <= 2:
-        yield from rival("index_scores", "sgl-deep-gemm", _deep_gemm(q, gate, pools, batch, context, rows, heads, width), floor, **facts)
+    if not importlib.util.find_spec("deep_gemm"): return
+    for name, metadata in (("sgl-deep-gemm", False), ("sgl-deep-gemm, metadata included", True)):
+        try: calls = _deep_gemm(q, gate, pools, batch, context, rows, heads, width, metadata)
+        except Exception as cause: print(f"{name} was not prepared: {type(cause).__name__}: {str(cause)[:200]}", flush=True)
+        else: yield from rival("index_scores", name, calls, floor, **facts)
 
 
-def _deep_gemm(q, gate, pools, batch, context, rows, heads, width) -> list[Callable]:
-    "DeepGEMM's paged scores, its metadata made before."
+def _deep_gemm(q, gate, pools, batch, context, rows, heads, width, metadata=False) -> list[Callable]:
+    "DeepGEMM's paged scores: one call for one row, three calls of two rows for six; its metadata made before, or within."
     import deep_gemm
-    lengths = torch.full((batch, 1), context, device="cuda", dtype=torch.int32)
-    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, deep_gemm.get_num_sms())
-    return [lambda cache=cache, table=table: deep_gemm.fp8_paged_mqa_logits(
-        q.view(batch, rows, heads, width), cache.view(-1, 64, 1, 132), gate, lengths, table, plan, context, clean_logits=False) for cache, table in pools]
+    wide, parts = min(rows, 2), []
+    for first in range(0, rows, wide):
+        part = slice(first, first + wide)
+        lengths = (context - rows + 1 + first + torch.arange(wide, device="cuda", dtype=torch.int32)).repeat(batch, 1)
+        parts.append((q.view(batch, rows, heads, width)[:, part].contiguous(), gate.view(batch, rows, heads)[:, part].reshape(-1, heads).contiguous(), lengths))
+    plan = lambda lengths: deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, deep_gemm.get_num_sms())
+    plans = [plan(lengths) for _, _, lengths in parts]
+
+    def run(cache, table):
+        for (values, weights, lengths), made in zip(parts, plans):
+            if metadata: made = plan(lengths)
+            deep_gemm.fp8_paged_mqa_logits(values, cache.view(-1, 64, 1, 132), weights, lengths, table, made, context, clean_logits=False)
+    return [lambda pool=pool: run(*pool) for pool in pools]
+
+
+def bench_index_prefill(heads: int = 32, width: int = 128, rows: int = 4096) -> Iterator[Row]:
+    "One request, 4,096 rows at its end, scored 128 rows at a time as `select` does: 64 MB of scores at 131,072 keys."
+    for context in (32768, 131072):
+        cache, table = index_pool(1, context)
+        q, gate = _queries(rows, heads, width)
+        limit = context - rows + 1 + torch.arange(rows, device="cuda")
+        step = (64 << 20) // (4 * context)
+        start = torch.tensor([0, step], device="cuda")
+        parts = [slice(r, r + step) for r in range(0, rows, step)]
+        run = lambda p: indexer.index_scores_fp8(q[p], gate[p], cache, table, start, limit[p], step, fill=False)
+        got = run(parts[-1])
+        error = _score_error(got[-3:], q[-3:], gate[-3:], cache, table[0], limit[-3:])
+        floor = H200.floor_us(context * 132 + 4 * rows * context, rows * (context - rows / 2) * heads * width * 2, "fp8")
+        us = measure(*[lambda p=p: run(p) for p in parts], repeats=5) * len(parts)
+        yield row("index_scores_prefill", "glm52", us, floor, indexer, rel_err=error, batch=1, context=context, heads=heads, rows=rows, tokens=rows)
 
 # %% ../nbs/28_bench_kernels.ipynb #d53c0592
 BENCHES = {"topk": bench_topk, "sparse_decode_bf16": bench_sparse_decode, "index_scores": bench_index_scores}

@@ -108,11 +108,23 @@ def _check(q, gate, index_cache, page_table, query_start, limit):
                          f"{tuple(index_cache.shape)} {index_cache.dtype} for {q.dtype}")
     if page_table.dtype != torch.int32 or limit.dtype != torch.int64:
         raise ValueError(f"index_scores: page table int32 and limit int64, got {page_table.dtype} and {limit.dtype}")
-    for what, x in (("queries", q), ("gate", gate), ("cache", index_cache), ("page table", page_table)):
+    if gate.shape != (rows, heads) or limit.shape != (rows,) or query_start.shape != (len(page_table) + 1,):
+        raise ValueError(f"index_scores: {rows} rows of {heads} heads and {len(page_table)} requests, got gate {tuple(gate.shape)}, "
+                         f"limit {tuple(limit.shape)}, query_start {tuple(query_start.shape)}")
+    for what, x in (("queries", q), ("gate", gate), ("cache", index_cache), ("page table", page_table), ("limit", limit)):
         if not x.is_contiguous(): raise ValueError(f"index_scores: {what} must be contiguous, strides are {x.stride()}")
     if index_cache.data_ptr() % 16: raise ValueError("index_scores: the cache must start at a multiple of 16 bytes")
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"index_scores: this kernel runs on a GPU; the queries are on the {q.device.type}")
+
+
+def _check_pages(index_cache, page_table, query_start, limit):
+    "What only the device knows: every limit within the page table, every page that is read within the cache."
+    if (limit < 0).any() or (limit > page_table.shape[1] * 64).any():
+        raise ValueError(f"index_scores: limits must be 0 to {page_table.shape[1] * 64}, got {int(limit.min())} to {int(limit.max())}")
+    for request, (first, last) in enumerate(zip(query_start.tolist(), query_start.tolist()[1:])):
+        read = page_table[request, :-(-int(limit[first:last].max()) // 64)] if last > first else page_table[request, :0]
+        if ((read < 0) | (read >= len(index_cache))).any(): raise ValueError(f"index_scores: request {request} names a page outside the cache")
 
 
 def index_scores_fp8(
@@ -124,7 +136,7 @@ def index_scores_fp8(
     limit: Tensor,        # [T] int64
     max_rows: int,        # most query rows of a request
     fill: bool = True,    # write -inf behind the context too; top-k does not need it
-    chunk: int | None = None,  # pages a program; None: one wave of programs
+    chunk: int | None = None,  # pages a program; None: one wave of programs, or many short ones
 ) -> Tensor:              # [T, pages * 64] fp32
     "One launch over quantised queries."
     (total, heads, width), (requests, pages) = q.shape, page_table.shape
@@ -133,7 +145,9 @@ def index_scores_fp8(
     rows = 1 if max_rows == 1 else 2
     tiles = min(4, triton.cdiv(max_rows, rows))
     groups = triton.cdiv(max_rows, rows * tiles)
-    if chunk is None: chunk = max(1, min(64, triton.cdiv(requests * groups * pages, 132 * (4 if rows == 1 else 3))))
+    if chunk is None:
+        chunk = max(1, min(64, triton.cdiv(requests * groups * pages, 132 * (4 if rows == 1 else 3))))
+        if rows == 1 and chunk > 48: chunk = 8     # long programs would end far apart
     scaled = index_cache.dtype == torch.uint8
     values, scales = (index_cache.view(torch.float8_e4m3fn), index_cache.view(torch.float32)) if scaled else (index_cache,) * 2
     _index_scores_kernel[(triton.cdiv(pages, chunk), requests, groups)](
@@ -151,9 +165,11 @@ def index_scores(
     limit: Tensor,        # [T] int64
     max_rows: int | None = None,  # most query rows of a request; None looks at query_start (waits for the device)
     fill: bool = True,    # write -inf behind the context too
+    debug: bool = False,  # look at limits and pages on the device first (waits for it)
 ) -> Tensor:              # [T, pages * 64] fp32, -inf where s >= limit[t]
     "Index scores of every row over the paged keys of its request."
     _check(q, gate, index_cache, page_table, query_start, limit)
+    if debug: _check_pages(index_cache, page_table, query_start, limit)
     if max_rows is None: max_rows = 1 if len(q) == len(page_table) else int((query_start[1:] - query_start[:-1]).max())
     if index_cache.dtype == torch.uint8:
         q, scale = _quantize(q)

@@ -609,7 +609,10 @@ def plan(
 ) -> tuple[int, int]:          # heads a block, blocks a row
     "Clusters of 16, 8, 4, 2 blocks fit 6, 14, 30, 66 times on an H200."
     group = min(heads, 16)
-    if split is not None: return (group if heads <= 16 else heads), split
+    if split is not None:
+        allowed = (1, 2, 4, 8, 16) if heads <= 16 else (1, 2, 4, 8)
+        if split not in allowed: raise ValueError(f"sparse_mla: {heads} heads can be split over {', '.join(map(str, allowed))} blocks, not {split}")
+        return (group if heads <= 16 else heads), split
     sizes = ((16, 6), (8, 14), (4, 30), (2, 66))
     for parts, fit in sizes[:2]:                       # one or a few rows: many small blocks
         if rows * (heads // group) <= fit: return group, parts
@@ -632,6 +635,14 @@ def _check(name, q, cache, index, kind):
         if not x.is_contiguous(): raise ValueError(f"{name}: {what} must be contiguous, strides are {x.stride()}")
         if x.data_ptr() % 16: raise ValueError(f"{name}: {what} must start at a multiple of 16 bytes")
         if not x.is_cuda: raise ValueError(f"{name}: this kernel runs on a GPU; the {what} are on the {x.device.type}")
+
+
+def _check_list(slots, cache):
+    "What only the device knows: every slot in the cache, -1 only at the end."
+    out_of_range = (slots < -1) | (slots >= cache.shape[0] * PAGE)
+    if out_of_range.any(): raise ValueError(f"sparse_mla: row {int(out_of_range.any(1).nonzero()[0])} names a slot outside the cache")
+    holes = (slots[:, 1:] >= 0) & (slots[:, :-1] < 0)
+    if holes.any(): raise ValueError(f"sparse_mla: row {int(holes.any(1).nonzero()[0])} has a -1 before its last slot")
 
 
 def _launch(q, cache, index, page_table, row_request, scale, split, mapped):
@@ -658,11 +669,7 @@ def sparse_mla(
     "Sparse attention over cache rows named by slot."
     _check("sparse_mla", q, latent_cache, slots, torch.int64)
     if rope_dim != ROPE: raise ValueError(f"sparse_mla: a rope part of {rope_dim}; this kernel has {ROPE}")
-    if debug:
-        out_of_range = (slots < -1) | (slots >= latent_cache.shape[0] * PAGE)
-        if out_of_range.any(): raise ValueError(f"sparse_mla: row {int(out_of_range.any(1).nonzero()[0])} names a slot outside the cache")
-        holes = (slots[:, 1:] >= 0) & (slots[:, :-1] < 0)
-        if holes.any(): raise ValueError(f"sparse_mla: row {int(holes.any(1).nonzero()[0])} has a -1 before its last slot")
+    if debug: _check_list(slots, latent_cache)
     none = torch.empty(1, 1, dtype=torch.int32, device=q.device)
     return _launch(q, latent_cache, slots, none, slots[:, 0].contiguous(), scale, split, False)
 
@@ -675,9 +682,17 @@ def sparse_mla_paged(
     row_request: Tensor,   # [T] int64, request of row t
     scale: float,          # softmax scale
     split: int | None = None,  # as in `sparse_mla`
+    debug: bool = False,   # look at positions and pages on the device first (waits for it)
 ) -> Tensor:               # [T, H, 512] bf16
     "The same from positions: the page table is read inside, so no mapping kernel runs before."
     _check("sparse_mla", q, latent_cache, positions, torch.int32)
     if page_table.dtype != torch.int32 or row_request.dtype != torch.int64:
         raise ValueError(f"sparse_mla: page table int32 and row_request int64, got {page_table.dtype} and {row_request.dtype}")
+    if page_table.dim() != 2 or row_request.shape != (len(q),):
+        raise ValueError(f"sparse_mla: a page table [B, pages] and {len(q)} requests, got {tuple(page_table.shape)} and {tuple(row_request.shape)}")
+    if debug:
+        if ((row_request < 0) | (row_request >= len(page_table))).any(): raise ValueError("sparse_mla: row_request names a request outside the page table")
+        if (positions >= page_table.shape[1] * PAGE).any(): raise ValueError(f"sparse_mla: a position beyond {page_table.shape[1]} pages")
+        pages = page_table[row_request[:, None], positions.clamp_min(0).long() // PAGE]
+        _check_list(torch.where(positions < 0, -1, pages.long() * PAGE + positions % PAGE), latent_cache)
     return _launch(q, latent_cache, positions, page_table.contiguous(), row_request.contiguous(), scale, split, True)

@@ -417,6 +417,7 @@ def topk(
     if limit.shape != (rows,) or limit.dtype != torch.int64:
         raise ValueError(f"topk: limit must be [{rows}] int64, got {tuple(limit.shape)} {limit.dtype}")
     if not 0 < k <= MAX_K: raise ValueError(f"topk: this kernel takes 1 to {MAX_K} positions, not {k}")
+    if rows > 65535: raise ValueError(f"topk: {rows} rows in one launch, and a grid holds 65,535")
     if length > MAX_LENGTH: raise ValueError(f"topk: rows of {length} scores, and a position has {PLACE} bits")
     if not scores.is_cuda: raise ValueError("topk: this kernel runs on a GPU; the scores are on the " + scores.device.type)
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .device import H200, machine_facts, measure, relative_error
 from .kernels import indexer, sparse_mla, topk
+from .ops.indexer import read_index_keys
 from .ops.sparse_mla import naive_sparse_mla
 from .ops.topk import topk_torch
 
@@ -107,7 +108,8 @@ def bench_sparse_decode(k: int = 2048, requests: int = 256) -> Iterator[Row]:
 def _selections(rows: int, context: int, k: int) -> Tensor:
     "k ascending positions a row, each row its own."
     parts = range(0, rows, 32)
-    return torch.cat([torch.rand(min(32, rows - r), context, device="cuda").topk(k, sorted=False).indices.sort(1).values.int() for r in parts])
+    keys = (torch.rand(min(32, rows - r), context, device="cuda") for r in parts)
+    return torch.cat([x.topk(k, sorted=False).indices.sort(1).values.int() for x in keys])
 
 
 def _decode_rows(q, cache, table, positions, batch, context, k, split=None, rivals=True, scale=256 ** -0.5) -> Iterator[Row]:
@@ -145,7 +147,7 @@ def _decode_floor(rows: int, heads: int, k: int) -> float:
 
 
 def _verify_rows(cache, table, context, k, batch=32, rows=6, heads=64, scale=256 ** -0.5) -> Iterator[Row]:
-    "Six rows a request, their selections distinct, then nine tenths shared; `tokens` is the share in percent."
+    "Six rows a request: selections of their own, then nine tenths shared."
     q = torch.randn(batch * rows, heads, 576, device="cuda", dtype=torch.bfloat16)
     request = torch.arange(batch, device="cuda").repeat_interleave(rows)
     for shared in (0, 90):
@@ -155,9 +157,10 @@ def _verify_rows(cache, table, context, k, batch=32, rows=6, heads=64, scale=256
         positions = other.scatter(2, keep, 2.0).topk(k, sorted=False).indices.sort(2).values.int().view(batch * rows, k)
         run = lambda: sparse_mla.sparse_mla_paged(q, cache, positions, table[:batch], request, scale)
         error = _decode_error(lambda _: run(), None, q, cache, positions, table[request], scale)
-        floor = H200.floor_us(batch * (k * 1152 * (shared + rows * (100 - shared)) / 100 + rows * heads * 2176), batch * rows * heads * k * 1088 * 2)
-        yield row("sparse_decode_bf16", "glm52", measure(*[run] * 8), floor, sparse_mla, rel_err=error,
-                  batch=batch, context=context, heads=heads, rows=rows, top_k=k, tokens=shared)
+        distinct = k * (shared + rows * (100 - shared)) / 100
+        floor = H200.floor_us(batch * (distinct * 1152 + rows * heads * 2176), batch * rows * heads * k * 1088 * 2)
+        yield row("sparse_decode_bf16", f"glm52, rows share {shared} %" if shared else "glm52", measure(*[run] * 8), floor, sparse_mla,
+                  rel_err=error, batch=batch, context=context, heads=heads, rows=rows, top_k=k)
 
 # %% ../nbs/28_bench_kernels.ipynb #77ea1607
 def index_pool(requests: int, context: int) -> tuple[Tensor, Tensor]:
@@ -166,7 +169,8 @@ def index_pool(requests: int, context: int) -> tuple[Tensor, Tensor]:
     cache = torch.empty(requests * pages, 64 * 132, device="cuda", dtype=torch.uint8)
     for part in cache.split(1 << 14):
         part[:, :8192] = torch.randn(len(part), 8192, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
-        part[:, 8192:] = torch.ldexp(torch.ones(len(part), 64, device="cuda"), torch.randint(-6, 0, (len(part), 64), device="cuda")).view(torch.uint8)
+        exponent = torch.randint(-6, 0, (len(part), 64), device="cuda")
+        part[:, 8192:] = torch.ldexp(torch.ones(len(part), 64, device="cuda"), exponent).view(torch.uint8)
     return cache, torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
 
 
@@ -188,9 +192,7 @@ def _queries(rows: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
 
 def _score_error(got, q, gate, cache, pages, limit) -> float:
     "Relative error of a few rows of one request against the plain form on the same FP8 values."
-    width = q.shape[2]
-    raw = cache[pages.long()]
-    keys = raw[:, :64 * width].reshape(-1, width).view(torch.float8_e4m3fn).float() * raw[:, 64 * width:].contiguous().view(torch.float32).reshape(-1, 1)
+    keys = read_index_keys(cache, pages)
     want = torch.einsum("rhd,sd->rhs", q.float(), keys).relu_().mul_(gate[:, :, None]).sum(1)
     seen = torch.arange(want.shape[1], device="cuda") < limit[:, None]
     error = relative_error(want[seen], got[:, :want.shape[1]][seen])
@@ -205,7 +207,8 @@ def _score_rows(pools, batch, context, rows, heads, width) -> Iterator[Row]:
     limit = (context - rows + 1 + torch.arange(rows, device="cuda")).repeat(batch)
     run = lambda cache, table: indexer.index_scores_fp8(q, gate, cache, table, start, limit, rows, fill=False)
     got, last = run(*pools[0]), slice((batch - 1) * rows, batch * rows)
-    if not torch.equal(got[last, :context - rows], run(*pools[0])[last, :context - rows]): raise AssertionError("index scores: two runs differ")
+    if not torch.equal(got[last, :context - rows], run(*pools[0])[last, :context - rows]):
+        raise AssertionError("index scores: two runs differ")
     error = _score_error(got[last], q[last], gate[last], pools[0][0], pools[0][1][batch - 1], limit[last])
     floor = H200.floor_us(batch * context * (132 + 4 * rows), batch * rows * context * heads * width * 2, "fp8")
     facts = dict(batch=batch, context=context, heads=heads, rows=rows)
@@ -213,7 +216,7 @@ def _score_rows(pools, batch, context, rows, heads, width) -> Iterator[Row]:
     if not importlib.util.find_spec("deep_gemm"): return
     for name, metadata in (("sgl-deep-gemm", False), ("sgl-deep-gemm, metadata included", True)):
         try: calls = _deep_gemm(q, gate, pools, batch, context, rows, heads, width, metadata)
-        except Exception as cause: print(f"{name} was not prepared: {type(cause).__name__}: {str(cause)[:200]}", flush=True)
+        except Exception as cause: print(f"{name} was not prepared: {type(cause).__name__}: {str(cause)[:200]}")
         else: yield from rival("index_scores", name, calls, floor, **facts)
 
 
@@ -224,14 +227,16 @@ def _deep_gemm(q, gate, pools, batch, context, rows, heads, width, metadata=Fals
     for first in range(0, rows, wide):
         part = slice(first, first + wide)
         lengths = (context - rows + 1 + first + torch.arange(wide, device="cuda", dtype=torch.int32)).repeat(batch, 1)
-        parts.append((q.view(batch, rows, heads, width)[:, part].contiguous(), gate.view(batch, rows, heads)[:, part].reshape(-1, heads).contiguous(), lengths))
+        values, weights = q.view(batch, rows, heads, width)[:, part], gate.view(batch, rows, heads)[:, part]
+        parts.append((values.contiguous(), weights.reshape(-1, heads).contiguous(), lengths))
     plan = lambda lengths: deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, deep_gemm.get_num_sms())
     plans = [plan(lengths) for _, _, lengths in parts]
 
     def run(cache, table):
         for (values, weights, lengths), made in zip(parts, plans):
             if metadata: made = plan(lengths)
-            deep_gemm.fp8_paged_mqa_logits(values, cache.view(-1, 64, 1, 132), weights, lengths, table, made, context, clean_logits=False)
+            pages = cache.view(-1, 64, 1, 132)
+            deep_gemm.fp8_paged_mqa_logits(values, pages, weights, lengths, table, made, context, clean_logits=False)
     return [lambda pool=pool: run(*pool) for pool in pools]
 
 

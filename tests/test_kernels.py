@@ -1,0 +1,141 @@
+"""The kernels' wrappers and, in Triton's interpreter, the index scores; what bad input meets; stored figures belong to the stored kernels."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm52.bench_kernels import BENCHES, Row, source_sha
+from glm52.device import relative_error
+from glm52.kernels import indexer, sparse_mla, topk
+from glm52.ops.fp8 import quantize_index
+from glm52.ops.indexer import naive_index_scores, paged_index_scores, read_index_keys
+
+RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "results" / "kernels-h200.json"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
+
+
+def case(counts, contexts, kind, heads=16, width=32, seed=0):
+    "Requests with some query rows at the end of their contexts; pages in any order, two that belong to nobody."
+    g = torch.Generator().manual_seed(seed)
+    pages = [max(1, -(-c // 64)) for c in contexts]
+    table, order = torch.zeros(len(counts), max(pages), dtype=torch.int32), torch.randperm(sum(pages) + 2, generator=g).int()
+    for b, some in enumerate(order[2:].split(pages)): table[b, :len(some)] = some
+    keys = torch.randn((sum(pages) + 2) * 64, width, generator=g)
+    if kind == "fp8":
+        values, scale = quantize_index(keys)
+        cache = torch.cat([values.view(torch.uint8).view(-1, 64 * width), scale.view(-1, 64).contiguous().view(torch.uint8)], 1)
+    else: cache = keys.to(torch.float16).view(-1, 64, width)
+    q = torch.randn(sum(counts), heads, width, generator=g).to(torch.float32 if kind == "fp8" else torch.float16)
+    gate = torch.randn(sum(counts), heads, generator=g)
+    start = torch.tensor([0, *counts]).cumsum(0)
+    limit = torch.cat([torch.arange(c - n, c) + 1 for n, c in zip(counts, contexts)])
+    return q, gate, cache, table, start, limit
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["fp8", "float16"])
+@pytest.mark.parametrize("counts,contexts", [((1, 1, 1), (64, 65, 130)), ((6, 6), (70, 129)), (tuple(range(1, 9)), (64, 30, 70, 5, 6, 128, 7, 100)),
+                                             ((1, 0, 9, 3), (64, 10, 200, 3)), ((20,), (150,))],
+                         ids=["decode", "six rows", "one to eight", "ragged", "prefill"])
+def test_index_scores_in_the_interpreter(counts, contexts, kind):
+    q, gate, cache, table, start, limit = case(counts, contexts, kind)
+    got = indexer.index_scores(q, gate, cache, table, start, limit, debug=True)
+    want = paged_index_scores(q, gate, cache, table, start, limit)
+    assert torch.equal(got.isinf(), want.isinf()) and relative_error(want, got) < 1e-5
+    for b, (first, last) in enumerate(zip(start.tolist(), start.tolist()[1:])):
+        if kind == "fp8" or last == first: continue
+        plain = naive_index_scores(q[first:last], read_index_keys(cache, table[b]), gate[first:last], limit[first:last])
+        assert relative_error(plain, got[first:last]) < 1e-5
+
+
+@interpreted
+def test_a_row_of_scores_knows_neither_its_neighbours_nor_the_cut():
+    q, gate, cache, table, start, limit = case((6, 1, 3), (200, 65, 333), "float16")
+    together = indexer.index_scores(q, gate, cache, table, start, limit)
+    for b, (first, last) in enumerate(zip(start.tolist(), start.tolist()[1:])):
+        for t in range(first, last):
+            alone = indexer.index_scores(q[t:t + 1], gate[t:t + 1], cache, table[b:b + 1], torch.tensor([0, 1]), limit[t:t + 1])
+            assert torch.equal(together[t:t + 1], alone)
+    seen = torch.arange(together.shape[1]) < limit[:, None]
+    for chunk in (1, 2, 5, 64):
+        cut = indexer.index_scores_fp8(q, gate, cache, table, start, limit, 6, fill=chunk % 2 == 1, chunk=chunk)
+        assert torch.equal(together[seen], cut[seen])
+
+
+@interpreted
+def test_index_scores_refuses_what_would_go_wrong_on_the_device():
+    q, gate, cache, table, start, limit = case((2, 1), (100, 64), "fp8")
+    good = dict(q=q, gate=gate, index_cache=cache, page_table=table, query_start=start, limit=limit)
+    for change, words in ((dict(gate=gate.half()), "gate must be float32"), (dict(gate=gate[:, :8]), "got gate"),
+                          (dict(q=q[:, :12].contiguous(), gate=gate[:, :12].contiguous()), "12 heads"), (dict(index_cache=cache[:, :64 * 32]), "FP8 pages must be"),
+                          (dict(index_cache=torch.zeros(5, 64, 32)), "bf16 or fp16"), (dict(page_table=table.long()), "page table int32"),
+                          (dict(limit=limit.int()), "limit int64"), (dict(limit=limit[:2]), "limit"), (dict(query_start=start[:2]), "query_start"),
+                          (dict(page_table=table.t().contiguous().t()), "page table must be contiguous"),
+                          (dict(index_cache=torch.cat([cache.flatten(), cache[0]])[8:8 + cache.numel()].view(cache.shape)), "16 bytes")):
+        with pytest.raises(ValueError, match=words): indexer.index_scores(**good | change)
+    for change, words in ((dict(page_table=table + 90), "request 0 names a page outside"), (dict(limit=limit + 500), "limits must be 0 to 128")):
+        with pytest.raises(ValueError, match=words): indexer.index_scores(**good | change, debug=True)
+
+
+def test_topk_refuses_before_it_launches():
+    scores, limit = torch.zeros(3, 100), torch.full((3,), 100)
+    for arguments, words in (((scores.half(), limit, 5), "float32"), ((scores.t(), torch.full((100,), 3), 2), "contiguous"), ((scores, limit[:2], 5), r"\[3\] int64"),
+                             ((scores, limit.int(), 5), "int64"), ((scores, limit, 0), "1 to 4096"), ((scores, limit, 4097), "1 to 4096"),
+                             ((torch.empty(1, (1 << 20) + 64), torch.tensor([5]), 5), "20 bits"), ((torch.empty(70000, 1), torch.zeros(70000, dtype=torch.int64), 1), "65,535"),
+                             ((scores, limit, 5), "runs on a GPU")):
+        with pytest.raises(ValueError, match=words): topk.topk(*arguments)
+
+
+def test_topk_splits_long_rows_while_clusters_fit():
+    for rows in (1, 14, 15, 30, 31, 66, 67, 1000):
+        for length in (1, 8192, 8193, 1 << 20):
+            for k in (1, 2048, 2049, 4096):
+                parts, capacity, threads, blocks, vector = topk.plan(rows, length, k)
+                assert capacity >= 2 * k and threads % (32 * parts) == 0 and capacity % parts == 0
+                assert parts == 1 or (length > capacity and rows * parts <= 132)
+                assert vector == (4 if length % 4 == 0 else 1)
+
+
+def test_sparse_mla_refuses_before_it_launches():
+    q, cache = torch.zeros(2, 8, 576, dtype=torch.bfloat16), torch.zeros(3, 64, 576, dtype=torch.bfloat16)
+    slots = torch.zeros(2, 64, dtype=torch.int64)
+    for arguments, words in (((q.float(), cache, slots), "bfloat16"), ((q, cache.half(), slots), "bfloat16"), ((q[:, :5], cache, slots), "5 heads"), ((q[..., :512], cache, slots), "512"),
+                             ((q, cache[:, :32], slots), "pages of 64"), ((q, cache, slots.int()), "int64"), ((q, cache, torch.zeros(2, 4097, dtype=torch.int64)), "at most 4096"),
+                             ((q, cache, slots[:1]), "2 lists"), ((q.transpose(0, 1).contiguous().transpose(0, 1), cache, slots), "contiguous"), ((q, cache, slots), "runs on a GPU")):
+        with pytest.raises(ValueError, match=words): sparse_mla.sparse_mla(*arguments, 0.1)
+    with pytest.raises(ValueError, match="int32"): sparse_mla.sparse_mla_paged(q, cache, slots, torch.zeros(1, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), 0.1)
+
+
+def test_debug_mode_finds_slots_outside_the_cache_and_holes():
+    cache, slots = torch.zeros(3, 64, 576), torch.full((2, 5), 191)
+    sparse_mla._check_list(slots, cache)
+    for place, value, words in (((1, 2), 192, "row 1 names a slot outside"), ((0, 0), -2, "row 0 names"), ((1, 2), -1, "row 1 has a -1 before")):
+        bad = slots.clone()
+        bad[place] = value
+        with pytest.raises(ValueError, match=words): sparse_mla._check_list(bad, cache)
+
+
+def test_sparse_mla_splits_rows_while_clusters_fit():
+    fits = {16: 6, 8: 14, 4: 30, 2: 66}
+    for heads in sparse_mla.HEADS:
+        for rows in (1, 2, 3, 6, 7, 14, 15, 30, 31, 66, 67, 500):
+            group, parts = sparse_mla.plan(rows, heads)
+            assert heads % group == 0 and (parts == 1 or rows * (heads // group) <= fits[parts])
+            for split in (1, 2, 4, 8): assert sparse_mla.plan(rows, heads, split)[1] == split
+        with pytest.raises(ValueError, match="not 3"): sparse_mla.plan(1, heads, 3)
+    with pytest.raises(ValueError, match="not 16"): sparse_mla.plan(1, 64, 16)
+
+
+def test_stored_figures_belong_to_the_stored_kernels():
+    rows = json.loads(RESULTS.read_text())
+    now = {"topk": topk, "sparse_decode_bf16": sparse_mla, "index_scores": indexer, "index_scores_prefill": indexer}
+    assert {r["kernel"] for r in rows} == now.keys() >= BENCHES.keys()
+    facts = {"gpu", "driver", "torch", "triton", "tilelang", "date"}
+    for row in rows:
+        assert row.keys() == Row.__dataclass_fields__.keys() | facts and all(row[f] for f in facts)
+        assert row["us"] > 0 and 0 <= row["roofline_share"] <= 1.02, row
+        if row["impl"].startswith("glm52"):
+            assert row["source_sha"] == source_sha(now[row["kernel"]]), f"{row['kernel']}: measured with another source; run the bench again on the GPU"
+            assert row["rel_err"] is None or row["rel_err"] < 5e-3
+        else: assert row["source_sha"] is None

@@ -8,6 +8,7 @@ import torch
 from glm52.bench_kernels import BENCHES, Row, source_sha
 from glm52.device import relative_error
 from glm52.kernels import indexer, sparse_mla, topk
+from glm52.model.decoder import Backends, tiny_config
 from glm52.ops.fp8 import quantize_index
 from glm52.ops.indexer import naive_index_scores, paged_index_scores, read_index_keys
 
@@ -125,6 +126,23 @@ def test_sparse_mla_splits_rows_while_clusters_fit():
             for split in (1, 2, 4, 8): assert sparse_mla.plan(rows, heads, split)[1] == split
         with pytest.raises(ValueError, match="not 3"): sparse_mla.plan(1, heads, 3)
     with pytest.raises(ValueError, match="not 16"): sparse_mla.plan(1, 64, 16)
+
+
+def test_a_model_is_bound_to_kernels_only_where_they_suit(monkeypatch):
+    glm, nano = tiny_config(num_attention_heads=64, kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=32, index_head_dim=128, index_topk=2048), tiny_config()
+    ops = ("index_scores", "topk", "sparse_mla")
+    bound = lambda *model, **wishes: {op: (name, why) for op, name, why in Backends.choose("cuda", *model, **wishes).table() if op in ops}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for model in ((), (glm, torch.bfloat16)):
+        found = bound(*model)
+        assert [found[op][0] for op in ops] == ["triton", "tilelang", "tilelang"]
+        assert found["sparse_mla"][1] == "own kernel for BF16 pages; FP8 pages take the plain form"
+    assert bound(glm, torch.float32)["sparse_mla"] == ("torch", "the kernel takes bfloat16 models, this one is float32")
+    assert bound(glm, torch.float32)["index_scores"][0] == "torch" and bound(glm, torch.float32)["topk"][0] == "tilelang"
+    assert bound(nano, torch.bfloat16)["sparse_mla"] == ("torch", "the kernel has 8, 16, 32 or 64 heads, not 4")
+    assert bound(nano, torch.bfloat16, sparse_mla="tilelang")["sparse_mla"][0] == "tilelang"       # a wish is kept
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert set(bound(glm, torch.bfloat16).values()) == {("torch", "the kernel is for Hopper GPUs (9.0), this one is 10.0")}
 
 
 def test_stored_figures_belong_to_the_stored_kernels():

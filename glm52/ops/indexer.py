@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAGE_SIZE', 'TILE', 'ROW_TILE', 'IMPLEMENTATIONS', 'naive_index_scores', 'read_index_keys', 'paged_index_scores',
-           'index_scores']
+           'kernel_limit', 'index_scores']
 
 # %% ../../nbs/04_indexer.ipynb #8b218ae4
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..device import resolve
+from ..device import lacks_hopper, resolve
 from .fp8 import linear, quantize_index
 
 # %% ../../nbs/04_indexer.ipynb #a4ae8f9f
@@ -85,6 +85,16 @@ def paged_index_scores(
 
 
 IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": paged_index_scores, "triton": "glm52.kernels.indexer:index_scores"}
+
+
+def kernel_limit(device, config, dtype) -> str | None:
+    "Why the kernel does not suit a model on this device, or None; config and dtype may be unknown."
+    if reason := lacks_hopper(device): return reason
+    if dtype == torch.float32: return "the kernel takes bfloat16 or float16 models, this one is float32"
+    heads, width = (config.index_n_heads, config.index_head_dim) if config else (32, 128)
+    if heads & (heads - 1) or width & (width - 1) or heads < 16 or width < 32:
+        return f"the kernel needs powers of two, at least 16 heads of 32, not {heads} of {width}"
+    return None
 
 # %% ../../nbs/04_indexer.ipynb #7475d10e
 def index_scores(

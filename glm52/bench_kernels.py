@@ -43,13 +43,15 @@ def source_sha(
     module,     # a kernel module
 ) -> str:       # 16 hex digits
     "A hash of a module's code: cell marks and the export list are left out."
-    lines = [line for line in inspect.getsource(module).splitlines() if not line.startswith(("# %%", "__all__", "           '"))]
+    marks = ("# %%", "__all__", "           '")
+    lines = [line for line in inspect.getsource(module).splitlines() if not line.startswith(marks)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def row(kernel: str, impl: str, us: float, floor: float, module=None, **facts) -> Row:
     "A row; `floor` in microseconds."
-    return Row(kernel, impl, round(us, 2), roofline_share=round(floor / us, 3), source_sha=source_sha(module) if module is not None else None, **facts)
+    sha = None if module is None else source_sha(module)
+    return Row(kernel, impl, round(us, 2), roofline_share=round(floor / us, 3), source_sha=sha, **facts)
 
 
 def rival(kernel: str, impl: str, calls: list[Callable], floor: float, **facts) -> Iterator[Row]:
@@ -266,16 +268,19 @@ def bench_kernels(
     say: Callable[[str], None] = print,  # hears the progress
 ) -> list[dict]:                         # the rows
     "Run the benches on this GPU. An error in one ends that one, and is said."
-    if not torch.cuda.is_available(): raise RuntimeError("the kernels run on an NVIDIA GPU of the Hopper generation, and this machine has none that torch can see")
-    facts = {k: v for k, v in machine_facts().items() if k in ("gpu", "driver", "torch", "triton", "tilelang")} | {"date": datetime.date.today().isoformat()}
+    if not torch.cuda.is_available():
+        raise RuntimeError("the kernels run on an NVIDIA GPU of the Hopper generation, and torch sees none on this machine")
+    facts = {k: v for k, v in machine_facts().items() if k in ("gpu", "driver", "torch", "triton", "tilelang")}
+    facts["date"] = datetime.date.today().isoformat()
     rows, failed, begun = [], {}, time.time()
     for name in names or BENCHES:
         try:
             for found in BENCHES[name]():
                 rows.append(asdict(found) | facts)
                 Path(out).write_text(json.dumps(rows, indent=0))
-                say(f"{time.time() - begun:5.0f} s {found.kernel:20} {found.impl:14} batch {found.batch} context {found.context} heads {found.heads} rows {found.rows}: "
-                    f"{found.us:9.2f} us, {found.roofline_share:.2f} of the roofline, error {found.rel_err}")
+                shape = " ".join(f"{k} {v}" for k in ("batch", "context", "heads", "rows") if (v := getattr(found, k)) is not None)
+                say(f"{time.time() - begun:5.0f} s {found.kernel:20} {found.impl:14} {shape}: {found.us:9.2f} us, "
+                    f"{found.roofline_share:.2f} of the roofline, error {found.rel_err}")
         except Exception as cause:
             failed[name] = f"{type(cause).__name__}: {cause}"
             say(f"{name} FAILED: {failed[name]}")

@@ -42,9 +42,9 @@ class Row:
 def source_sha(
     module,     # a kernel module
 ) -> str:       # 16 hex digits
-    "A hash of a module's code: cell marks and the export list are left out."
+    "A hash of a module's code: cell marks, empty lines and the export list are left out."
     marks = ("# %%", "__all__", "           '")
-    lines = [line for line in inspect.getsource(module).splitlines() if not line.startswith(marks)]
+    lines = [line for line in inspect.getsource(module).splitlines() if line.strip() and not line.startswith(marks)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -113,7 +113,7 @@ def _selections(rows: int, context: int, k: int) -> Tensor:
     keys = (torch.rand(min(32, rows - r), context, device="cuda") for r in parts)
     return torch.cat([x.topk(k, sorted=False).indices.sort(1).values.int() for x in keys])
 
-
+# %% ../nbs/28_bench_kernels.ipynb #dc901921
 def _decode_rows(q, cache, table, positions, batch, context, k, split=None, rivals=True, scale=256 ** -0.5) -> Iterator[Row]:
     "One row a request; parts of the pool take turns, so that the cache rows come from memory."
     heads, request = q.shape[1], torch.arange(batch, device="cuda")
@@ -147,7 +147,7 @@ def _decode_floor(rows: int, heads: int, k: int) -> float:
     "Chosen cache rows and queries read, outputs written; two products."
     return H200.floor_us(rows * (k * 1152 + heads * 2176), rows * heads * k * 1088 * 2)
 
-
+# %% ../nbs/28_bench_kernels.ipynb #345cfa87
 def _verify_rows(cache, table, context, k, batch=32, rows=6, heads=64, scale=256 ** -0.5) -> Iterator[Row]:
     "Six rows a request: selections of their own, then nine tenths shared."
     q = torch.randn(batch * rows, heads, 576, device="cuda", dtype=torch.bfloat16)
@@ -175,7 +175,7 @@ def index_pool(requests: int, context: int) -> tuple[Tensor, Tensor]:
         part[:, 8192:] = torch.ldexp(torch.ones(len(part), 64, device="cuda"), exponent).view(torch.uint8)
     return cache, torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
 
-
+# %% ../nbs/28_bench_kernels.ipynb #969db168
 def bench_index_scores(heads: int = 32, width: int = 128) -> Iterator[Row]:
     "Quantised queries in, as DeepGEMM takes them."
     for context in (2176, 32768, 131072):
@@ -201,7 +201,7 @@ def _score_error(got, q, gate, cache, pages, limit) -> float:
     if not error < 2e-3: raise AssertionError(f"index scores over {len(pages)} pages, {len(q)} rows: relative error {error}")
     return error
 
-
+# %% ../nbs/28_bench_kernels.ipynb #721cefab
 def _score_rows(pools, batch, context, rows, heads, width) -> Iterator[Row]:
     "Decode with one row a request, verification with six."
     q, gate = _queries(batch * rows, heads, width)
@@ -241,7 +241,7 @@ def _deep_gemm(q, gate, pools, batch, context, rows, heads, width, metadata=Fals
             deep_gemm.fp8_paged_mqa_logits(values, pages, weights, lengths, table, made, context, clean_logits=False)
     return [lambda pool=pool: run(*pool) for pool in pools]
 
-
+# %% ../nbs/28_bench_kernels.ipynb #2d4d10a1
 def bench_index_prefill(heads: int = 32, width: int = 128, rows: int = 4096) -> Iterator[Row]:
     "One request, 4,096 rows at its end, scored 128 rows at a time as `select` does: 64 MB of scores at 131,072 keys."
     for context in (32768, 131072):

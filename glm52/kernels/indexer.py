@@ -126,7 +126,7 @@ def _check_pages(index_cache, page_table, query_start, limit):
         read = page_table[request, :-(-int(limit[first:last].max()) // 64)] if last > first else page_table[request, :0]
         if ((read < 0) | (read >= len(index_cache))).any(): raise ValueError(f"index_scores: request {request} names a page outside the cache")
 
-
+# %% ../../nbs/04_indexer_kernel.ipynb #0adaccc3
 def index_scores_fp8(
     q: Tensor,            # [T, Hi, Di] e4m3, or bf16 or fp16 for pages of the same type
     gate: Tensor,         # [T, Hi] fp32, scales of the queries folded in
@@ -155,7 +155,7 @@ def index_scores_fp8(
         TILES=tiles, ROWS=rows, HEADS=heads, DIM=width, SCALED=scaled, FILL=fill, STAGES=5, num_warps=4)
     return out
 
-
+# %% ../../nbs/04_indexer_kernel.ipynb #d0cacd5c
 def index_scores(
     q: Tensor,            # [T, Hi, Di] bf16, fp16 or fp32
     gate: Tensor,         # [T, Hi] fp32

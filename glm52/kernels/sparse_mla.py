@@ -64,7 +64,7 @@ __device__ __forceinline__ void add8(void* sum, float share, const void* from) {
 }
 """
 
-
+# %% ../../nbs/07_sparse_mla_kernel.ipynb #af322128
 def _macro(function): return T.macro(function) if importlib.util.find_spec("tilelang") else function
 
 
@@ -87,7 +87,7 @@ def _count_rest(index, row, width, lane, tiles, count: T.Ref):
     high = index[row, T.min(start + 32 + lane, width - 1)]
     count = start + _votes(start + lane < width and low >= 0) + _votes(start + 32 + lane < width and high >= 0)
 
-
+# %% ../../nbs/07_sparse_mla_kernel.ipynb #0674a394
 @_macro
 def _positions_of_tile(index, row, tile, width, place, per, position):
     "What the selection says about the rows of a tile that this thread copies."
@@ -619,7 +619,7 @@ def plan(
     group = group if heads <= 16 else heads
     return group, next((parts for parts, fit in sizes[1:] if rows <= fit), 1)
 
-
+# %% ../../nbs/07_sparse_mla_kernel.ipynb #03e04b89
 def _check(name, q, cache, index, kind):
     "What would go wrong on the device, said before the launch."
     rows, heads, width = q.shape

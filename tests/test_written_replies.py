@@ -1,13 +1,18 @@
 """Replies written by hand, as a model under tool use could write them. The right answer of each was decided from the
 rules of the chapter before the parser was asked. Whole, by character and in threes; then through a live server."""
 
+import asyncio
 import json
 
 import pytest
-from test_openai import complete, joined, serving
+from scripted import ScriptedEngine
+from test_openai import complete, joined, raw_stream, serving
 
 from glm52.chat.parsers import OutputParser, parse
 from glm52.chat.tokenizer import Detokenizer, byte_tokenizer
+from glm52.server.metrics import Metrics
+from glm52.server.openai import ChatRequest, start_chat
+from glm52.server.protocol import Service
 
 TEXT = {"type": "string"}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
@@ -186,3 +191,32 @@ def test_the_server_says_the_same_streamed_and_complete(tail):
                 assert (answer["reasoning_content"], answer["content"]) == (reasoning or "", content or ""), title
                 assert [(name, json.loads(arguments)) for _, name, arguments in answer["calls"]] == [c[:2] for c in calls], title
                 assert answer["finish_reason"] == reason, title
+
+
+def test_reports_reach_the_client_and_are_counted():
+    "Beside the finish reason, streamed and complete alike; nothing where nothing is wrong."
+    replies = [reply for reply in REPLIES if reply[1] == CLOSED and reply[3] == "stop"][:8]
+    body = {"model": "glm52-test", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "n": len(replies),
+            "chat_template_kwargs": {"enable_thinking": False}}
+    with serving(lambda prompt, params, choice: replies[choice][2], chunk=3) as (client, _, url):
+        extra = {"chat_template_kwargs": body["chat_template_kwargs"]}
+        whole = client.chat.completions.create(**{key: body[key] for key in ("model", "messages", "tools", "n")}, extra_body=extra)
+        ends = [choice for line in raw_stream(url, "/v1/chat/completions", body) if line != "[DONE]"
+                for choice in json.loads(line)["choices"] if choice["finish_reason"]]
+    for choice in whole.choices:
+        told = choice.model_extra.get("reports", [])
+        assert [report["kind"] for report in told] == replies[choice.index][8]
+        assert told == next(end for end in ends if end["index"] == choice.index).get("reports", [])
+    assert any("reports" in end for end in ends) and not all("reports" in end for end in ends)
+
+
+def test_a_turn_that_ends_in_thinking_is_counted():
+    "On `/metrics`, by kind, once the generation has ended."
+    async def run():
+        service = Service(ScriptedEngine("never closed"), "glm52-test")
+        metrics = Metrics(service)
+        generation, pieces = await start_chat(service, ChatRequest(model="glm52-test", messages=[{"role": "user", "content": "hi"}]))
+        async for _ in pieces: pass
+        return generation.reports, metrics.response().body.decode()
+    reports, text = asyncio.run(run())
+    assert reports == {"ended_in_thinking": 1} and 'glm52_parser_reports_total{kind="ended_in_thinking"} 1.0' in text

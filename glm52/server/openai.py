@@ -374,7 +374,8 @@ class ChatChoice:
 
     def _end(self, finish_reason: str, stop_reason: Any) -> dict:
         self.done = True
-        return self._piece({}, finish_reason) | {"stop_reason": stop_reason}
+        reports = [report.to_dict() for report in self.parser.reports]
+        return self._piece({}, finish_reason) | {"stop_reason": stop_reason} | ({"reports": reports} if reports else {})
 
 
 async def chat_pieces(
@@ -388,6 +389,7 @@ async def chat_pieces(
             if step.prompt_logprobs is not None and choices[0].fields.prompt_logprobs is not None:
                 opening["prompt_logprobs"] = prompt_logprobs_form(choices[0].tokenizer, step.prompt_logprobs)
             for piece in choices[number].take(step):
+                generation.reports.update(report["kind"] for report in piece.get("reports", ()))
                 yield piece | opening
                 opening = {}
             if step.finish_reason is None and all(choice.done for choice in choices): break  # cut short: nobody waits for more
@@ -417,7 +419,8 @@ async def fold_chat(pieces: AsyncIterator[dict]) -> list[dict]:
                 choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
                 choice["logprobs"]["content"] += piece["logprobs"]["content"]
             choice["token_ids"] = choice.get("token_ids", []) + piece.get("token_ids", [])
-            choice |= {name: piece[name] for name in ("finish_reason", "stop_reason", "prompt_token_ids", "prompt_logprobs") if name in piece}
+            choice |= {name: piece[name] for name in ("finish_reason", "stop_reason", "reports", "prompt_token_ids", "prompt_logprobs")
+                       if name in piece}
     for choice in whole.values():
         if not choice["token_ids"]: del choice["token_ids"]
         if choice["message"].get("tool_calls") and not choice["message"]["content"]: choice["message"]["content"] = None

@@ -9,6 +9,7 @@ __all__ = ['log', 'KINDS', 'ApiError', 'json_bytes', 'json_response', 'read_json
 
 # %% ../../nbs/23_endpoints.ipynb #ebf79adc
 import asyncio, json, logging, math, secrets, socket, threading, time, uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -286,6 +287,7 @@ class Generation:
         self.arrived, self.first_token, self.ended = time.monotonic(), None, None
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = sum(map(len, prompts)), 0, 0
         self.outcome = "running"        # then "finished", "aborted" or "failed"
+        self.reports: Counter[str] = Counter()  # what the parser reported, by kind
         if len(service.active) >= service.max_active:
             raise ApiError(f"{len(service.active)} requests are already running or waiting, this server's limit; try again shortly", 429,
                            code="rate_limit_exceeded")

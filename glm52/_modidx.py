@@ -165,6 +165,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'glm52.chat.template._call': ('template.html#_call', 'glm52/chat/template.py'),
                                      'glm52.chat.template._checked_options': ('template.html#_checked_options', 'glm52/chat/template.py'),
                                      'glm52.chat.template._expect': ('template.html#_expect', 'glm52/chat/template.py'),
+                                     'glm52.chat.template._expect_json': ('template.html#_expect_json', 'glm52/chat/template.py'),
                                      'glm52.chat.template._from_anthropic': ('template.html#_from_anthropic', 'glm52/chat/template.py'),
                                      'glm52.chat.template._from_openai': ('template.html#_from_openai', 'glm52/chat/template.py'),
                                      'glm52.chat.template._function_of': ('template.html#_function_of', 'glm52/chat/template.py'),

@@ -1,11 +1,12 @@
 "The chat template: its text to the letter, the public cases, every message shape, every refusal."
 
-import copy, json
+import copy, json, time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import glm52.chat
 from glm52.chat.template import (TEMPLATE, TemplateError, compare_template, normalize_messages, normalize_tools,
                                  probe_conversations, render, render_command, show_tokens)
 from glm52.chat.tokenizer import byte_tokenizer
@@ -148,7 +149,23 @@ def test_prefill(message, options, tail):
             or message["content"].startswith("<think>") or message["content"] == ""
 
 
+def calls(arguments): return [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth): value = [value]
+    return value
+
+
 BAD = [
+    (calls(json.dumps({"a": nested(300)})), None, "nested deeper than 100"), (calls("{\"a\": " + "[" * 700 + "]" * 700 + "}"), None, "nested deeper"),
+    (calls({"a": nested(5000)}), None, "nested deeper"), ([{"role": "user", "content": {"a": nested(5000)}}], None, "content is an object"),
+    (calls({"a": float("nan")}), None, "holds nan"), (calls("{\"a\": [1e999]}"), None, "holds inf"), (calls({"a": 10 ** 5000}), None, "3,000 digits"),
+    (calls({"a": {1, 2}}), None, r"holds set \(\{1, 2\}\)"), (calls({"a": {1: 2}}), None, "a key in .* is a number"), (calls({1: 2}), None, "a key in"),
+    (calls({"a</arg_key>": 1}), None, "markup of the wire format"),
+    ([ASK], [{"name": "f", "parameters": {"a": nested(5000)}}], r"tools\[0\] is nested deeper"),
+    ([ASK], [{"name": "f", "parameters": {"maximum": float("inf")}}], "holds inf"), ([ASK], [{"name": "f", "description": "\ud800"}], r"tools\[0\] has a lone surrogate"),
     ([], None, "empty"), (None, None, "messages is null"), ({"role": "user"}, None, "messages is an object"),
     (["hi"], None, r"messages\[0\] is text"), ([{"role": "robot", "content": "x"}], None, "role is 'robot'"),
     ([{"content": "x"}], None, "role is None"), ([{"role": "user", "content": 3}], None, r"content is a number \(3\)"),
@@ -236,6 +253,19 @@ def test_comparison_names_the_first_difference():
         assert compare_template(TEMPLATE, TEMPLATE.replace(old, new)).case == case
     assert "error" in compare_template(TEMPLATE, "{{ raise_exception('no') }}").theirs
     assert len({name for name, *_ in probe_conversations()}) == 12
+
+
+def test_the_nano_model_ships_this_template():
+    assert compare_template(TEMPLATE, (Path(glm52.chat.__file__).parent.parent / "nano" / "weights" / "chat_template.jinja").read_text()) is None
+
+
+def test_ten_megabytes_of_prompt_and_a_thousand_turns():
+    start = time.process_time()
+    assert len(render([{"role": "user", "content": "x" * 10_000_000}])) > 10_000_000
+    turns = [ASK, {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
+             {"role": "tool", "content": "r"}] * 1000
+    assert render(turns).count("<tool_response>r</tool_response>") == 1000
+    assert time.process_time() - start < 5
 
 
 def test_render_command_shows_every_boundary():

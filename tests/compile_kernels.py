@@ -3,29 +3,45 @@ import json
 import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "0"
-
-INDEX_SCORES = {"one row": ("fp8e4nv", 1, 1, False), "six rows": ("fp8e4nv", 2, 3, False), "prefill": ("fp8e4nv", 2, 4, True),
-                "bfloat16 pages": ("bf16", 2, 4, True)}      # type of the keys, rows a product, products, fill
+TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "index_scores, six rows": ("index_scores", "fp8e4nv", 2, 3, False),
+          "index_scores, prefill": ("index_scores", "fp8e4nv", 2, 4, True), "index_scores, bfloat16 pages": ("index_scores", "bf16", 2, 4, True),
+          "rms_norm": ("norm", False, 8192), "layer_norm": ("norm", True, 128), "rope": ("rope", True), "rope, half-split": ("rope", False)}
 TILELANG = {"topk, a cluster of 8 a row": ("topk", 8, 8192, 1024, 1, 4), "topk, a block a row": ("topk", 1, 8192, 512, 2, 4),
             "sparse_mla, 8 heads, 8 blocks a row": ("sparse_mla", 8, 8, 8, True),
             "sparse_mla, 64 heads, a block a row": ("sparse_mla", 64, 64, 1, True)}
 
 
-def compile_index_scores(keys, rows, tiles, fill):
+def compile_triton(kernel, pointers, numbers, constants, warps):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from glm52.kernels import indexer
-    kernel, scaled = indexer._index_scores_kernel, keys == "fp8e4nv"
-    pointers = dict(q_ptr=keys, gate_ptr="fp32", value_ptr=keys, scale_ptr="fp32" if scaled else keys, table_ptr="i32", start_ptr="i64",
-                    limit_ptr="i64", out_ptr="fp32")
-    numbers = ("table_stride", "out_stride", "pages", "chunk")
-    constants = dict(TILES=tiles, ROWS=rows, HEADS=32, DIM=128, SCALED=scaled, FILL=fill, STAGES=5)
-    signature = {n: "*" + pointers[n] if n in pointers else "i32" if n in numbers else "constexpr" for n in kernel.arg_names}
-    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    signature = {n: "*" + pointers[n] if n in pointers else numbers.get(n, "constexpr") for n in kernel.arg_names}
+    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     return {"compiler": triton.__version__, "wgmma": "wgmma" in made.asm["ptx"], "asynchronous": "cp.async" in made.asm["ptx"],
             "binary": len(made.asm["cubin"]), "shared": made.metadata.shared}
+
+
+def compile_index_scores(keys, rows, tiles, fill):
+    from glm52.kernels import indexer
+    scaled = keys == "fp8e4nv"
+    pointers = dict(q_ptr=keys, gate_ptr="fp32", value_ptr=keys, scale_ptr="fp32" if scaled else keys, table_ptr="i32", start_ptr="i64",
+                    limit_ptr="i64", out_ptr="fp32")
+    numbers = dict.fromkeys(("table_stride", "out_stride", "pages", "chunk"), "i32")
+    constants = dict(TILES=tiles, ROWS=rows, HEADS=32, DIM=128, SCALED=scaled, FILL=fill, STAGES=5)
+    return compile_triton(indexer._index_scores_kernel, pointers, numbers, constants, 4)
+
+
+def compile_norm(centre, width):
+    from glm52.kernels import norm
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "bf16")
+    return compile_triton(norm._norm_kernel, pointers, dict(row_stride="i32", width="i32", eps="fp32"), dict(CENTRE=centre, BLOCK=width), 8)
+
+
+def compile_rope(interleave):
+    from glm52.kernels import rope
+    pointers = dict(x_ptr="bf16", cos_ptr="fp32", sin_ptr="fp32", out_ptr="bf16")
+    numbers = dict.fromkeys(("row_stride", "head_stride", "heads"), "i32")
+    return compile_triton(rope._rotate_kernel, pointers, numbers, dict(INTERLEAVE=interleave, HALF=32, HEADS=16), 4)
 
 
 def compile_tilelang(module, *shape):
@@ -36,6 +52,12 @@ def compile_tilelang(module, *shape):
             "cluster": "cluster_sync" in source or "cluster_wait" in source, "source": len(source)}
 
 
+def compile_one(kind, shape):
+    if kind == "tilelang": return compile_tilelang(*shape)
+    return {"index_scores": compile_index_scores, "norm": compile_norm, "rope": compile_rope}[shape[0]](*shape[1:])
+
+
 if __name__ == "__main__":
-    table, compile_one = (INDEX_SCORES, compile_index_scores) if sys.argv[1] == "triton" else (TILELANG, compile_tilelang)
-    for name, shape in table.items(): print(json.dumps({"kernel": name, **compile_one(*shape)}), flush=True)
+    os.environ["TRITON_INTERPRET"] = "0"      # before Triton is imported
+    for name, shape in (TRITON if sys.argv[1] == "triton" else TILELANG).items():
+        print(json.dumps({"kernel": name, **compile_one(sys.argv[1], shape)}), flush=True)

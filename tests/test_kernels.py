@@ -1,4 +1,4 @@
-"""The kernels' wrappers and, in Triton's interpreter, the index scores; what bad input meets; stored figures belong to the stored kernels."""
+"""The kernels' wrappers and, in Triton's interpreter, the Triton kernels; what bad input meets; stored figures belong to the stored kernels."""
 import json
 from pathlib import Path
 
@@ -7,10 +7,12 @@ import torch
 
 from glm52.bench_kernels import BENCHES, Row, source_sha
 from glm52.device import relative_error
-from glm52.kernels import indexer, sparse_mla, topk
+from glm52.kernels import indexer, norm, rope, sparse_mla, topk
 from glm52.model.decoder import Backends, tiny_config
 from glm52.ops.fp8 import quantize_index
 from glm52.ops.indexer import naive_index_scores, paged_index_scores, read_index_keys
+from glm52.ops.norm import naive_layer_norm, naive_rms_norm
+from glm52.ops.rope import cos_sin, inv_freq, rotate
 
 RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "results" / "kernels-h200.json"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
@@ -79,6 +81,46 @@ def test_index_scores_refuses_what_would_go_wrong_on_the_device():
         with pytest.raises(ValueError, match=words): indexer.index_scores(**good | change, debug=True)
 
 
+@interpreted
+@pytest.mark.parametrize("dtype,ratio", [(torch.float32, 1e-6), (torch.float16, 1e-3)], ids=["float32", "float16"])
+@pytest.mark.parametrize("rows,width", [(1, 1), (3, 2), (7, 63), (2, 64), (5, 6144), (33, 129), (0, 16)])
+def test_norms_in_the_interpreter(rows, width, dtype, ratio):
+    g = torch.Generator().manual_seed(rows * width)
+    x = (torch.randn(rows, width + 3, generator=g) * 5 - 2).to(dtype)[:, :width]          # rows lie apart
+    weight, bias = torch.randn(width, generator=g), torch.randn(width, generator=g).half()
+    for got, want in ((norm.rms_norm(x, weight, 1e-5), naive_rms_norm(x, weight, 1e-5)),
+                      (norm.layer_norm(x, weight, bias, 1e-6), naive_layer_norm(x, weight, bias, 1e-6))):
+        assert got.dtype == dtype and got.is_contiguous() and got.shape == want.shape
+        if rows and width > 1: assert relative_error(want, got) < ratio
+    if rows > 1: assert torch.equal(norm.layer_norm(x, weight, bias, 1e-6)[1:2], norm.layer_norm(x[1:2], weight, bias, 1e-6))
+    if width == 64: assert torch.equal(norm.rms_norm(x.reshape(1, rows, width), weight, 1e-5)[0], norm.rms_norm(x, weight, 1e-5))
+
+
+@interpreted
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("shape,width", [((1, 1), 2), ((5, 64), 64), ((3, 20), 64), ((4, 17), 16), ((6,), 64), ((0, 4), 8)])
+def test_rope_in_the_interpreter(shape, width, interleave):
+    g = torch.Generator().manual_seed(width)
+    x = torch.randn(*shape, width + 5, generator=g)[..., 3:3 + width]                     # heads and rows lie apart
+    cos, sin = cos_sin(torch.randint(0, 1 << 20, shape[:1], generator=g), inv_freq(width, 8e6))
+    got = rope.rotate(x, cos, sin, interleave)
+    assert got.is_contiguous() and got.shape == x.shape
+    if shape[0]: assert relative_error(rotate(x, cos, sin, interleave), got) < 1e-6
+    if shape[0] > 2: assert torch.equal(got[2:3], rope.rotate(x[2:3], cos[2:3].contiguous(), sin[2:3].contiguous(), interleave))
+
+
+def test_norms_and_rope_refuse():
+    x, w = torch.zeros(2, 8), torch.zeros(8)
+    for arguments, words in (((x.double(), w), "float64"), ((x, w[:7]), "weight must be"), ((x.t().contiguous().t(), w), "side by side"),
+                             ((torch.zeros(1, 40000), torch.zeros(40000)), "32,768"), ((x, torch.zeros(16)[::2]), "in one piece")):
+        with pytest.raises(ValueError, match=words): norm.rms_norm(*arguments, 1e-5)
+    with pytest.raises(ValueError, match="bias"): norm.layer_norm(x, w, w[:3], 1e-5)
+    angle = torch.zeros(2, 4)
+    for arguments, words in (((x.double(), angle, angle), "float64"), ((x[:, :6], angle, angle), "power of two"), ((x, angle[:1], angle), "cos must be"),
+                             ((x, angle, angle.double()), "sin must be"), ((x.t().contiguous().t(), angle, angle), "side by side")):
+        with pytest.raises(ValueError, match=words): rope.rotate(*arguments)
+
+
 def test_topk_refuses_before_it_launches():
     scores, limit = torch.zeros(3, 100), torch.full((3,), 100)
     for arguments, words in (((scores.half(), limit, 5), "float32"), ((scores.t(), torch.full((100,), 3), 2), "contiguous"), ((scores, limit[:2], 5), r"\[3\] int64"),
@@ -140,6 +182,9 @@ def test_a_model_is_bound_to_kernels_only_where_they_suit(monkeypatch):
     assert bound(glm, torch.float32)["sparse_mla"] == ("torch", "the kernel takes bfloat16 models, this one is float32")
     assert bound(glm, torch.float32)["index_scores"][0] == "torch" and bound(glm, torch.float32)["topk"][0] == "tilelang"
     assert bound(nano, torch.bfloat16)["sparse_mla"] == ("torch", "the kernel has 8, 16, 32 or 64 heads, not 4")
+    table = {op: (name, why) for op, name, why in Backends.choose("cuda", glm, torch.bfloat16, rope="triton").table()}
+    assert table["rms_norm"] == ("torch", "no figure of the kernel is stored yet; it runs where it is asked for by name")
+    assert table["rope"] == ("triton", "asked for")
     assert bound(nano, torch.bfloat16, sparse_mla="tilelang")["sparse_mla"][0] == "tilelang"       # a wish is kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert set(bound(glm, torch.bfloat16).values()) == {("torch", "the kernel is for Hopper GPUs (9.0), this one is 10.0")}

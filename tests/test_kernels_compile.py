@@ -24,19 +24,20 @@ def compiled(kind: str, first: str = "") -> dict[str, dict]:
 
 
 def judge_triton(found):
-    assert found.keys() == compile_kernels.INDEX_SCORES.keys()
+    assert found.keys() == compile_kernels.TRITON.keys()
     for name, facts in found.items():
-        assert facts["wgmma"] and facts["asynchronous"], f"{name}: no matrix instruction of Hopper, or loads that wait: {facts}"
-        assert 0 < facts["shared"] <= 227 * 1024 and facts["binary"] > 1000
+        if name.startswith("index_scores"):
+            assert facts["wgmma"] and facts["asynchronous"], f"{name}: no matrix instruction of Hopper, or loads that wait: {facts}"
+        assert 0 <= facts["shared"] <= 227 * 1024 and facts["binary"] > 1000
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_index_scores_compiles():
+def test_triton_kernels_compile():
     judge_triton(compiled("triton"))
 
 
 @pytest.mark.skipif(not (Path(OTHER) / "triton").is_dir() or not OTHER, reason="GLM52_TRITON_36 names no folder that holds Triton 3.6.0")
-def test_index_scores_compiles_with_triton_36():
+def test_triton_kernels_compile_with_triton_36():
     found = compiled("triton", OTHER)
     assert {facts["compiler"] for facts in found.values()} == {"3.6.0"}
     judge_triton(found)

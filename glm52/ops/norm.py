@@ -38,8 +38,8 @@ def naive_layer_norm(
     return (centred * scale * weight.float() + bias.float()).to(x.dtype)
 
 # %% ../../nbs/02_norm.ipynb #20a600d3
-RMS_NORM_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_rms_norm}
-LAYER_NORM_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_layer_norm}
+RMS_NORM_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_rms_norm, "triton": "glm52.kernels.norm:rms_norm"}
+LAYER_NORM_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_layer_norm, "triton": "glm52.kernels.norm:layer_norm"}
 
 
 def rms_norm(

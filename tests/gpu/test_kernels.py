@@ -7,6 +7,8 @@ import torch
 from glm52.device import missing_package, relative_error
 from glm52.ops.cache import positions_to_slots
 from glm52.ops.indexer import naive_index_scores, paged_index_scores, read_index_keys
+from glm52.ops.norm import naive_layer_norm, naive_rms_norm
+from glm52.ops.rope import cos_sin, inv_freq, rotate
 from glm52.ops.sparse_mla import naive_sparse_mla
 from glm52.ops.topk import naive_topk, topk_torch
 
@@ -151,6 +153,30 @@ def test_sparse_mla_refuses():
     positions = torch.full((2, 64), 200, dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match="beyond 2 pages"):
         sparse_mla_paged(q, cache, positions, table, torch.arange(2, device="cuda"), 0.1, debug=True)
+
+
+# norms and rope
+
+@pytest.mark.parametrize("width", [1, 63, 128, 512, 2048, 6144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norms(width, dtype):
+    from glm52.kernels.norm import layer_norm, rms_norm
+    x = (normal(37, width + 8) * 3 + 1).to(dtype)[:, :width]
+    weight, bias = normal(width, seed=1, dtype=dtype), normal(width, seed=2, dtype=dtype)
+    ratio = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}[dtype]
+    assert relative_error(naive_rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5)) < ratio
+    if width > 1: assert relative_error(naive_layer_norm(x, weight, bias, 1e-6), layer_norm(x, weight, bias, 1e-6)) < ratio
+    assert torch.equal(rms_norm(x, weight, 1e-5)[5:6], rms_norm(x[5:6], weight, 1e-5))
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 20, 64])
+def test_rope(heads, dtype, interleave):
+    from glm52.kernels.rope import rotate as kernel
+    x = normal(33, heads, 192, dtype=dtype)[..., 128:]
+    angles = cos_sin(whole(0, 1 << 20, (33,)), inv_freq(64, 8e6).cuda())
+    assert relative_error(rotate(x, *angles, interleave), kernel(x, *angles, interleave)) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
 # index scores

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'Model', 'AsDType', 'Device', 'MaxLen', 'said_plainly', 'main', 'version', 'DType', 'named', 'serve',
            'new_service', 'Talk', 'chat', 'ask', 'show_turn', 'generate', 'inspect', 'env', 'Switch', 'Ended', 'parse',
-           'render']
+           'render', 'bench', 'bench_kernels']
 
 # %% ../nbs/30_cli.ipynb #90f40fd6
 import json, logging, os, sys
@@ -306,6 +306,33 @@ def render(
         tokenizer = load_tokenizer(resolve_model(model)) if model else None
         options = {} if thinking is None else {"enable_thinking": thinking is Switch.on}
         typer.echo(render_command(messages.read_text(), tools.read_text() if tools else None, tokenizer, style, colour, **options))
+
+# %% ../nbs/30_cli.ipynb #b5ce909b
+@app.command()
+def bench(
+    model: Model = "glm52-nano",
+    dtype: Annotated[DType, typer.Option(help="What both sides compute in.")] = DType.float32,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; their median counts.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="Append the result to this JSON file.")] = None,
+):
+    "Speed beside transformers: the same weights, the same prompts, in turns. Leave the machine alone meanwhile."
+    from glm52.bench import bench as measure, table
+    with said_plainly():
+        result = measure(model, dtype.value, rounds, lambda text: typer.echo(text, err=True))
+        typer.echo(table(result))
+        if out is not None: out.write_text(json.dumps([*(json.loads(out.read_text()) if out.exists() else []), result], indent=1))
+
+
+@app.command("bench-kernels")
+def bench_kernels(
+    out: Annotated[Path, typer.Option(help="The JSON file that is written after every figure.")] = Path("kernels.json"),
+    only: Annotated[list[str] | None, typer.Option(help="Kernels to measure; default: all.")] = None,
+):
+    "The kernels on this GPU: compared with the plain form first, then timed, beside the rivals that are installed."
+    from glm52.bench_kernels import BENCHES, bench_kernels as measure
+    with said_plainly():
+        if unknown := set(only or ()) - set(BENCHES): raise typer.BadParameter(f"no kernel called {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
+        measure(out, only, typer.echo)
 
 # %% ../nbs/30_cli.ipynb #ac57d68b
 if __name__ == "__main__": main()

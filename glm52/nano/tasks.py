@@ -17,14 +17,14 @@ __all__ = ['HELD_OUT_PERCENT', 'TOOLS_HEAD', 'TOOLS_TAIL', 'SYSTEMS', 'ADD', 'SU
            'tool_result', 'no_tool', 'ask_back', 'strict_json', 'json_value', 'keep_fact', 'chain', 'list_again',
            'tool_again', 'dress', 'small_talk', 'long_talk', 'draw_item', 'held_out_items']
 
-# %% ../../nbs/26_nano_tasks.ipynb #94b738fb
+# %% ../../nbs/26_nano_tasks.ipynb #678f2a20
 import hashlib
 import json
 import random
 import re
 from dataclasses import dataclass, field
 
-# %% ../../nbs/26_nano_tasks.ipynb #1cb35aa4
+# %% ../../nbs/26_nano_tasks.ipynb #5c0cd551
 HELD_OUT_PERCENT = 3
 
 def is_held_out(
@@ -49,7 +49,7 @@ class Item:
     effort: str = "max"        # "high" writes the other effort line
     kind: str = "text"         # how `judge` compares: text, number, json, calls
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #4c1e8fdd
 class Maker:
     "A seeded source of items for one side of the split."
 
@@ -87,6 +87,7 @@ class Maker:
         "A whole number from `low` to `high`, both included."
         return low + int(self.rng.random() * (high - low + 1))
 
+# %% ../../nbs/26_nano_tasks.ipynb #fc77cf1a
 def until(
     task,         # a function of this module that makes an item
     make: Maker,
@@ -97,7 +98,7 @@ def until(
         try: return task(make, *args)
         except Again: continue
 
-# %% ../../nbs/26_nano_tasks.ipynb #2f6c4ada
+# %% ../../nbs/26_nano_tasks.ipynb #48a58e41
 TOOLS_HEAD = ("<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
               "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n")
 TOOLS_TAIL = ("</tools>\n\nFor each function call, output the function name and arguments within the following "
@@ -117,7 +118,7 @@ def assistant_text(message: dict) -> str:
     calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
     return (message.get("content") or "").strip() + "".join(calls)
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #4f0862e9
 def render(
     item: Item,
 ) -> list:      # (text, is_target) pairs; joined, they are the rendered chat and the token that ends its last turn
@@ -155,7 +156,7 @@ def prompt_and_answer(
     parts = render(item)
     return "".join(text for text, _ in parts[:-1]), parts[-1][0]
 
-# %% ../../nbs/26_nano_tasks.ipynb #0fb86fd7
+# %% ../../nbs/26_nano_tasks.ipynb #b853104a
 def parse_plain(
     text: str,           # generated text after the prompt, with or without its end token
     thinking: bool,      # the prompt ended inside <think>
@@ -183,7 +184,7 @@ def judge(
         except json.JSONDecodeError: return False
     return want == got
 
-# %% ../../nbs/26_nano_tasks.ipynb #9b7f5d5d
+# %% ../../nbs/26_nano_tasks.ipynb #c0292231
 SYSTEMS = ["You are a helpful assistant.", "You are a helpful assistant", "You are a concise assistant.",
            "Answer briefly.", "Be short and correct.", "You are a friendly helper.", "Please answer in English.",
            "You are a careful assistant. Think before you answer.", "You help people with small tasks.",
@@ -212,7 +213,7 @@ def reply(content: str, reasoning: str = "") -> dict:
     "An assistant message."
     return {"role": "assistant", "content": content, "reasoning_content": reasoning}
 
-# %% ../../nbs/26_nano_tasks.ipynb #ef8d21ae
+# %% ../../nbs/26_nano_tasks.ipynb #c3494900
 ADD = ["What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "What's {a} + {b}?", "what is {a}+{b}?", "Add {a} and {b}.",
        "add {a} and {b}", "Please sum {a} and {b}.", "Calculate {a} + {b}.", "Compute {a} + {b}", "{a} plus {b}",
        "What is {a} plus {b}?", "How much is {a} + {b}?", "{a} + {b} = ?", "{a}+{b}=?", "{a} + {b} =", "{a}+{b}=",
@@ -241,7 +242,7 @@ def column_sum(a: int, b: int) -> str:
         carry = int(total > 9)
     return ", ".join(steps)
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #3f19fd88
 def column_difference(a: int, b: int) -> str:
     "Subtraction on paper of b from a larger a: columns from the right, the loan written down."
     steps, loan, left, right = [], 0, str(a)[::-1], str(b)[::-1].ljust(len(str(a)), "0")
@@ -275,7 +276,7 @@ def draw_numbers(make: Maker, sign: str, digits: int) -> tuple:
     elif make.held_out: raise Again
     return a, b, key
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #abc2e56c
 def arithmetic(make: Maker) -> Item:
     "A sum or difference of two numbers; without thinking, steps are shown as soon as a number has three digits."
     thinking, sign = make.thinks(0.55), make.pick("+-")
@@ -309,7 +310,7 @@ def times(make: Maker) -> Item:
     return Item("arithmetic", f"{a}*{b}", [user(question), reply(f"{a} * {b} = {a * b}", "From the times table.")],
                 thinking=thinking, kind="number")
 
-# %% ../../nbs/26_nano_tasks.ipynb #bc848833
+# %% ../../nbs/26_nano_tasks.ipynb #9f079561
 LIST_ASKS = {
     "sort": ["Sort these numbers: {}", "Sort {}", "sort {}", "Please sort this list: {}", "Sort in ascending order: {}",
              "Order these from smallest to largest: {}", "Can you sort {}?", "Put these numbers in order: {}",
@@ -347,7 +348,7 @@ def draw_list(make: Maker) -> list:
     low, high = (10, 99) if make.chance(0.65) else (0, 99) if make.chance(0.7) else (0, 20)
     return make.rng.sample(range(low, high + 1), make.upto(3, 8))
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #7d60b004
 def lists(make: Maker, operation: str = "") -> Item:
     "One operation on one list; the split goes by the set of numbers and the operation."
     operation = operation or make.rng.choices(list(LIST_ASKS), [10, 3, 4, 4, 3, 1, 1, 1])[0]
@@ -373,7 +374,7 @@ def word_lists(make: Maker) -> Item:
     answer = list_answer(operation, words)
     return Item("lists", key, [user(question), reply(answer, LIST_THOUGHTS[operation])], thinking=make.thinks(0.4))
 
-# %% ../../nbs/26_nano_tasks.ipynb #bb2e4585
+# %% ../../nbs/26_nano_tasks.ipynb #20f5704b
 FIRST = ("amber azure bold brave bright bronze calm cedar civil clear cobalt cold copper coral cosmic crimson crisp curly "
          "daring dark dawn deep dusty eager early east ebony elder fair fancy fast fierce fine firm fleet floral fresh "
          "frosty gentle giant glad golden grand gray happy hazel heavy hidden hollow honest humble icy idle indigo iron "
@@ -408,7 +409,7 @@ def draw_keys(make: Maker, count: int) -> list:
     rows, columns = len(FIRST), len(SECOND)
     return [f"{FIRST[i // columns]} {SECOND[i % columns]}" for i in make.rng.sample(range(rows * columns), count)]
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #dbfdb95a
 def draw_table(make: Maker, pairs: int, linked: float = 0.0) -> tuple: # (text, {key: value or "see other key"})
     "A table of key and three-digit value; some entries may point to another entry instead."
     keys, value = draw_keys(make, pairs), lambda: f"{make.upto(0, 999):03d}"
@@ -432,7 +433,7 @@ def look_answer(table: dict, key: str) -> tuple: # (answer, reasoning)
     target = value.removeprefix("see ")
     return f"{key}: {value}, {target}: {table[target]}", f"{key} points to {target}."
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #d164dce5
 def lookup(
     make: Maker,
     pairs: int = 0,        # entries of the table; 0 draws a small one
@@ -464,7 +465,7 @@ def lookup(
         messages += [user(ask), reply(*look_answer(table, name))]
     return Item(family, key, messages, thinking=thinking)
 
-# %% ../../nbs/26_nano_tasks.ipynb #8623b934
+# %% ../../nbs/26_nano_tasks.ipynb #70bf1e4c
 SYLLABLES = ("ba be bi bo bu ka ke ki ko ku da de di do du fa fe fi fo ga ge go gu ha he hi ho ja jo ju la le li lo lu ma "
              "me mi mo mu na ne ni no nu pa pe pi po ra re ri ro ru sa se si so su ta te ti to tu va ve vi vo wa we wi ya "
              "yo za ze zi zo bra cha dra fre gla kla lan mar nor pra sha stan ster tha tor tri ver vin wal wen win york "
@@ -500,7 +501,7 @@ def person(make: Maker) -> str:
     first = make.pick(PEOPLE) if make.chance(0.6) else made_up_name(make)
     return first + (" " + made_up_name(make) if make.chance(0.15) else "")
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #2582e263
 def thing(make: Maker) -> str:
     "A noun, plain or two words."
     return make.pick(WORDS) if make.chance(0.6) else f"{make.pick(FIRST)} {make.pick(SECOND)}"
@@ -536,13 +537,13 @@ def amount(make: Maker):
     "A price or measure, whole or with decimals."
     return make.upto(1, 999) if make.chance(0.6) else round(make.upto(1, 99) + make.upto(1, 99) / 100, 2)
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #623cba16
 def phrase(make: Maker) -> str:
     "A few words of free text."
     first = made_up_name(make).lower() if make.chance(0.15) else make.pick(COMMON if make.chance(0.2) else WORDS)
     return " ".join([first] + make.rng.sample(WORDS + SECOND + COMMON, make.upto(1, 3)))
 
-# %% ../../nbs/26_nano_tasks.ipynb #a925b340
+# %% ../../nbs/26_nano_tasks.ipynb #c3eb559d
 VALUES = {"city": (city, "string"), "person": (person, "string"), "thing": (thing, "string"), "date": (date, "string"),
           "clock": (clock, "string"), "email": (email, "string"), "code": (code, "string"), "phrase": (phrase, "string"),
           "count": (number, "integer"), "amount": (amount, "number")}
@@ -567,6 +568,8 @@ class Concept:
 
 
 UNITS = Slot("unit units temperature_unit scale", ("celsius", "fahrenheit"), "Temperature unit|The unit to use|Unit", "in")
+
+# %% ../../nbs/26_nano_tasks.ipynb #4d446596
 CONCEPTS = (
     Concept("get_weather weather current_weather get_current_weather getWeather weather_lookup fetch_weather check_weather "
             "weather_now get_temperature", "Get the weather for a city|Get the current weather in a given location|"
@@ -596,6 +599,10 @@ CONCEPTS = (
     Concept("set_alarm create_alarm alarm wake_me", "Set an alarm|Create an alarm at a time|Set an alarm clock",
             (Slot("time at when", "clock", "Time of the alarm|When"), Slot("label name", "phrase", "Label|Name of the "
              "alarm", "labelled")), "Set an alarm for {0}|Wake me at {0}|Alarm at {0}|Please set an alarm at {0}"),
+)
+
+# %% ../../nbs/26_nano_tasks.ipynb #e4329c8b
+CONCEPTS += (
     Concept("set_timer start_timer timer countdown", "Start a timer|Set a countdown timer in minutes|Timer",
             (Slot("minutes duration duration_minutes", "count", "Minutes|Length in minutes"),),
             "Set a timer for {0} minutes|Start a {0} minute timer|Timer, {0} minutes please|Count down {0} minutes"),
@@ -619,7 +626,7 @@ CONCEPTS = (
             "{1}|Fly me from {0} to {1}"),
 )
 
-# %% ../../nbs/26_nano_tasks.ipynb #82796877
+# %% ../../nbs/26_nano_tasks.ipynb #f1580712
 CONCEPTS += (
     Concept("book_hotel find_hotel hotel_search reserve_room", "Book a hotel room|Find a hotel in a city|Hotel search",
             (Slot("city location", "city", "The city|Where"), Slot("nights stay", "count", "Number of nights|Nights"),
@@ -658,6 +665,10 @@ CONCEPTS += (
     Concept("calculate calculator compute_expression math", "Evaluate an arithmetic expression|Calculator|Compute a formula",
             (Slot("expression formula input", "count", "The expression|Formula"),),
             "Use the calculator on {0}|Evaluate {0} with the calculator|Put {0} into the calculator"),
+)
+
+# %% ../../nbs/26_nano_tasks.ipynb #2ede458d
+CONCEPTS += (
     Concept("get_user find_user lookup_user user_info", "Get a user by name|Look up a user|User details",
             (Slot("name user username", "person", "Name of the user|The user"),),
             "Find the user {0}|Who is the user {0}?|Show me the details of {0}|Look up user {0}|Get user {0}"),
@@ -691,6 +702,8 @@ VERBS = ("create delete update archive open close cancel confirm rename move cop
 NOUNS = ("ticket invoice report project account server database folder page note photo video meeting room desk machine "
          "order contract badge ticket course lesson sensor camera printer backup job queue branch release device garden "
          "vehicle shipment parcel member team survey poll ledger budget").split()
+
+# %% ../../nbs/26_nano_tasks.ipynb #e0d47e9d
 EXTRA_SLOTS = (Slot("id number ref", "code", "The id|Reference", "with id"), Slot("name title", "thing", "The name|Name", "named"),
                Slot("owner user assignee", "person", "The owner|Owner", "for"), Slot("count quantity size", "count",
                "How many|Size", "count"), Slot("color colour", tuple(COLOURS[:8]), "The colour|Color", "colour"),
@@ -699,7 +712,7 @@ EXTRA_SLOTS = (Slot("id number ref", "code", "The id|Reference", "with id"), Slo
                Slot("urgent force", bool, "Whether it is urgent|Urgent", "urgent"),
                Slot("city location", "city", "The city|Location", "in"))
 
-# %% ../../nbs/26_nano_tasks.ipynb #461cd13a
+# %% ../../nbs/26_nano_tasks.ipynb #efa141a2
 def invented_concept(make: Maker) -> Concept:
     "A tool nobody wrote down: verb, noun and a few parameters, so that declarations are read and not remembered."
     verb, noun = make.pick(VERBS), make.pick(NOUNS)
@@ -733,7 +746,7 @@ def slot_schema(make: Maker, slot: Slot) -> dict:
     if make.chance(0.15): schema = dict(sorted(schema.items()))
     return schema
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #cd36c0ae
 def declare(make: Maker, concept: Concept) -> Tool:
     "Choose names, descriptions and the looks of the schema."
     slots = [s for s in concept.slots if not s.said or make.chance(0.6)]
@@ -756,7 +769,7 @@ def draw_value(make: Maker, slot: Slot):
     if slot.values is bool: return True
     return make.pick(slot.values) if isinstance(slot.values, tuple) else VALUES[slot.values][0](make)
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #1e3993c7
 def ask_for(make: Maker, tool: Tool) -> tuple: # (request in words, arguments in declared order)
     "A request that the tool can serve."
     values = {n: draw_value(make, s) for n, s in zip(tool.parameters, tool.concept.slots)}
@@ -794,7 +807,7 @@ def call_message(name: str, arguments: dict, reasoning: str) -> dict:
     return {"role": "assistant", "content": "", "reasoning_content": reasoning,
             "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #6e4ee746
 def call_thought(name: str, arguments: dict) -> str:
     "Why this tool, with which arguments."
     said = ", ".join(f"{k} = {v if isinstance(v, str) else json.dumps(v)}" for k, v in arguments.items())
@@ -817,7 +830,7 @@ def tool_call(make: Maker) -> Item:
     key = make.claim(text)
     return Item("tools", key, [user(text), message], [t.declaration for t in tools], make.thinks(0.5), kind="calls")
 
-# %% ../../nbs/26_nano_tasks.ipynb #4088e49f
+# %% ../../nbs/26_nano_tasks.ipynb #8230758c
 CONDITIONS = ["sunny", "rain", "cloudy", "snow", "windy", "fog", "clear sky", "light rain", "storm", "partly cloudy"]
 RESULT_FIELDS = {"temperature": lambda m: m.upto(-15, 40), "condition": lambda m: m.pick(CONDITIONS), "status": lambda m:
                  m.pick(["ok", "done", "pending", "shipped", "delivered", "confirmed"]), "price": amount, "time": clock,
@@ -847,7 +860,7 @@ def draw_result(make: Maker) -> tuple: # (text of the tool's answer, how we repo
     return text, "The result: " + ", ".join(f"{n} {words.get(v, v) if isinstance(v, bool) else v}"
                                             for n, v in values.items()) + "."
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #12e2f3d4
 def tool_result(make: Maker) -> Item:
     "A call has been answered: say what came back."
     tools = draw_tools(make, make.upto(1, 2))
@@ -867,7 +880,7 @@ def tool_result(make: Maker) -> Item:
 NO_TOOL = "None of my tools fits that request."
 NO_TOOL_THOUGHT = "No declared tool fits."
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #909a5228
 def no_tool(make: Maker) -> Item:
     "Something that no declared tool can do; or something that needs no tool at all."
     tools = draw_tools(make, make.upto(2, 4))
@@ -905,7 +918,7 @@ def ask_back(make: Maker) -> Item:
     return Item("no tool", key, [user(text), reply(f"Which {name} do you mean?", f"The {name} is missing.")], declarations,
                 make.thinks(0.5))
 
-# %% ../../nbs/26_nano_tasks.ipynb #e01a06db
+# %% ../../nbs/26_nano_tasks.ipynb #87b12c2c
 JSON_FIELDS = {  # name: (value, how a sentence says it)
     "name": (person, "the name is {}|name: {}|it is for {}|called {}"), "age": (lambda m: m.upto(1, 99), "age {}|{} years old"),
     "city": (city, "lives in {}|from {}|in {}"), "email": (email, "mail {}|reachable at {}"), "date": (date, "on {}|date {}"),
@@ -936,7 +949,7 @@ def strict_json(make: Maker) -> Item:
     thought = ", ".join(f"{n} = {json.dumps(v, ensure_ascii=False)}" for n, v in values.items()) + "."
     return Item("json", key, messages + [reply(answer, thought)], thinking=make.thinks(0.5), kind="json")
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #82b84ff7
 def json_value(make: Maker) -> Item:
     "A sum or a sorted list as JSON."
     thinking = make.thinks(0.5)
@@ -955,7 +968,7 @@ def json_value(make: Maker) -> Item:
         answer, thought = json.dumps(sorted(numbers)), LIST_THOUGHTS["sort"]
     return Item("json", key, [user(text), reply(answer, thought)], thinking=thinking, kind="json")
 
-# %% ../../nbs/26_nano_tasks.ipynb #fa2556c2
+# %% ../../nbs/26_nano_tasks.ipynb #dfbda3c2
 FACTS = ("name", "favourite colour", "city", "dog", "lucky number", "favourite fruit", "job", "team", "car", "phone number",
          "street", "boss", "sister", "brother", "cat", "password hint", "room", "flight", "bus line", "favourite book")
 
@@ -987,7 +1000,7 @@ MORE = {"+": ["Now add {}.", "Add {} to that.", "plus {}", "And {} more?", "And 
         "-": ["Now subtract {}.", "Take {} away from that.", "minus {}", "And minus {}?", "subtract {}", "- {}", "-{}",
               "And if I take away {}?", "Now minus {}"]}
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #88ab9237
 def chain(make: Maker) -> Item:
     "A sum, then more steps on its result."
     thinking, messages, total, key = make.thinks(0.5), [], None, ""
@@ -1024,7 +1037,7 @@ def list_again(make: Maker) -> Item:
         messages += [user(text), reply(list_answer(operation, numbers), LIST_THOUGHTS[operation])]
     return Item("follow-up", make.claim(f"{operations[-1]} {sorted(numbers)}"), messages, thinking=thinking)
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #6314d2f2
 def tool_again(make: Maker) -> Item:
     "A call, its result, then the same request for another place, or a word of thanks."
     tools = draw_tools(make, make.upto(1, 3))
@@ -1051,7 +1064,7 @@ def tool_again(make: Maker) -> Item:
     last_call = bool(messages[-1].get("tool_calls"))
     return Item("follow-up", key, messages, declarations, thinking, kind="calls" if last_call else "text")
 
-# %% ../../nbs/26_nano_tasks.ipynb #8e381337
+# %% ../../nbs/26_nano_tasks.ipynb #e5272fe3
 TALK = {  # intent: (what people say, separated by "|", the answer)
     "hello": ("hi|hello|hey|hi there|hello there|good morning|good evening|good afternoon|hey there|greetings|yo|howdy|hallo|"
               "hi bot|hello assistant|morning|hiya", "Hello! How can I help you?"),
@@ -1089,6 +1102,8 @@ TALK = {  # intent: (what people say, separated by "|", the answer)
     "happy": ("i am happy|i feel great|i had a good day|i am glad|it is a nice day|i am excited|life is good",
               "I am glad to hear that."),
 }
+
+# %% ../../nbs/26_nano_tasks.ipynb #439d7c7d
 OPEN = ("who wrote {s}|what is the capital of {c}|tell me a story|write a poem about a {s}|explain {s}|what is a {s}|"
         "write an essay about {s}|who is the president of {c}|how do i cook {w}|what is the meaning of life|translate {s}|"
         "tell me about {c}|why is the sky blue|write a python function|what happened in {y}|recommend a book|"
@@ -1124,7 +1139,7 @@ def small_talk(make: Maker, intents: tuple = ()) -> Item:
         text, thought = dress(make, make.pick(said.split("|")), mark), "Small talk."
     return Item("talk", make.claim(text), [user(text), reply(answer, thought)], thinking=thinking)
 
-
+# %% ../../nbs/26_nano_tasks.ipynb #9d0c14a5
 def long_talk(make: Maker) -> Item:
     "A conversation that wanders: each turn is an item of its own, nothing refers back."
     thinking, messages, last = make.thinks(0.4), [], None
@@ -1136,7 +1151,7 @@ def long_talk(make: Maker) -> Item:
     key = make.claim(" | ".join(m["content"] for m in messages if m["role"] == "user"))
     return Item("follow-up", key, messages, thinking=thinking, kind=last.kind)
 
-# %% ../../nbs/26_nano_tasks.ipynb #1022aae6
+# %% ../../nbs/26_nano_tasks.ipynb #a8b6a4d3
 MIXTURE = ((arithmetic, 13), (long_sum, 2.5), (times, 1), (lists, 24), (word_lists, 2), (lookup, 9), (tool_call, 20),
            (tool_result, 6), (no_tool, 5), (ask_back, 1), (strict_json, 7), (json_value, 2), (keep_fact, 4), (chain, 3),
            (list_again, 3), (tool_again, 4), (small_talk, 7), (long_talk, 3))

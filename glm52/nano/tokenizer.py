@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VOCABULARY', 'MERGES', 'SPLIT', 'count_pieces', 'to_characters', 'train_merges', 'build_tokenizer']
 
-# %% ../../nbs/26_nano_tokenizer.ipynb #7f848f8c
+# %% ../../nbs/26_nano_tokenizer.ipynb #2b9c6473
 import json
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from ..chat.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, byte_characters
 from .tasks import FIRST, SECOND, WORDS, Maker, draw_item, made_up_name, render
 
-# %% ../../nbs/26_nano_tokenizer.ipynb #889ff874
+# %% ../../nbs/26_nano_tokenizer.ipynb #9f09e961
 VOCABULARY = 2048
 MERGES = 1000
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,7 +42,7 @@ def to_characters(text: str) -> str:
     table = byte_characters()
     return "".join(table[b] for b in text.encode())
 
-
+# %% ../../nbs/26_nano_tokenizer.ipynb #185211f6
 def train_merges(counts: Counter, size: int) -> list: # of (left, right)
     """Ordinary byte-pair merges, learned on words without their leading space: no merge joins a space and a letter,
     so that a rare word has the same pieces wherever it stands, and copying it is copying ids."""
@@ -59,7 +59,7 @@ def train_merges(counts: Counter, size: int) -> list: # of (left, right)
     return [tuple(m) if not isinstance(m, str) else tuple(m.split(" ")) for m in
             json.loads(tokenizer.to_str())["model"]["merges"]]
 
-
+# %% ../../nbs/26_nano_tokenizer.ipynb #fc71f995
 def build_tokenizer(documents: int = 6000) -> Tokenizer:
     """Bytes, merges, then the second words of look-up keys and whatever is frequent, with their leading space, as whole
     tokens that need no merges; GLM's special tokens come last, in GLM's order."""

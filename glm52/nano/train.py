@@ -7,7 +7,7 @@ __all__ = ['SHAPES', 'STAGES', 'nano_config', 'shapes', 'new_weights', 'to_check
            'orthogonal', 'Optimizer', 'encode', 'long_item', 'fill_row', 'make_batch', 'Feed', 'Step', 'Stage', 'rate',
            'train', 'save']
 
-# %% ../../nbs/26_nano_train.ipynb #1462a4b7
+# %% ../../nbs/26_nano_train.ipynb #b8d1e40f
 import json, math, multiprocessing, queue, random, time
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from ..config import ModelConfig
 from .tasks import Maker, draw_item, is_held_out, lookup, render, until
 from ..ops.rope import inv_freq, rotate
 
-# %% ../../nbs/26_nano_train.ipynb #8396b4c7
+# %% ../../nbs/26_nano_train.ipynb #6a84bf98
 def nano_config() -> ModelConfig:
     "glm52-nano: 3 dense and 4 sparse layers, indexers at 0, 1, 2 and 6, one MTP layer."
     return ModelConfig.from_dict(dict(
@@ -35,7 +35,7 @@ def nano_config() -> ModelConfig:
         rope_parameters={"rope_type": "default", "rope_theta": 1e4}, indexer_types=["full"] * 3 + ["shared"] * 3 + ["full"],
         index_share_for_mtp_iteration=True, eos_token_id=[2012, 2019, 2021], pad_token_id=2012, dtype="bfloat16"))
 
-# %% ../../nbs/26_nano_train.ipynb #414aae18
+# %% ../../nbs/26_nano_train.ipynb #e62ac640
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     "Names and shapes of all trained tensors; the experts of a layer are one tensor, the shared one last."
     c, found = config, {}
@@ -71,7 +71,7 @@ def new_weights(config: ModelConfig, seed: int = 0, device: str | torch.device =
         else: weights[name] = torch.randn(shape, generator=g) * (0.5 if name == "embed" else shape[-1] ** -0.5)
     return {name: w.to(device) for name, w in weights.items()}
 
-# %% ../../nbs/26_nano_train.ipynb #d2743ff2
+# %% ../../nbs/26_nano_train.ipynb #ea3db82b
 _PLACES = {"in_norm": "input_layernorm", "post_norm": "post_attention_layernorm", "q_a": "self_attn.q_a_proj", "q_norm": "self_attn.q_a_layernorm",
            "q_b": "self_attn.q_b_proj", "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_norm": "self_attn.kv_a_layernorm", "kv_b": "self_attn.kv_b_proj",
            "o": "self_attn.o_proj", "index.q": "self_attn.indexer.wq_b", "index.k": "self_attn.indexer.wk", "index.norm": "self_attn.indexer.k_norm",
@@ -100,7 +100,7 @@ def to_checkpoint(
     out = {name: w.detach().to(dtype).cpu().contiguous() for name, w in out.items()}
     return out | {f"model.layers.{i}.mlp.gate.e_score_correction_bias": b.detach().float().cpu().clone() for i, b in biases.items()}
 
-# %% ../../nbs/26_nano_train.ipynb #45c80116
+# %% ../../nbs/26_nano_train.ipynb #f538616d
 @dataclass
 class Shape:
     "What a batch looks like, and which form of attention it trains."
@@ -136,7 +136,7 @@ class Form:
         P = self.config.qk_rope_head_dim
         return torch.cat([self.turn(x[..., :P], positions), x[..., P:]], -1)
 
-# %% ../../nbs/26_nano_train.ipynb #1a4c4462
+# %% ../../nbs/26_nano_train.ipynb #6ea9bae5
 def _queries(self: Form, w: dict, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     "Query latent [B, S, q_lora] and queries [B, S, H, nope + rope]."
     c = self.config
@@ -180,7 +180,7 @@ def _feed_forward(self: Form, layer: int, w: dict, h: Tensor) -> Tensor:
 
 Form.queries, Form.keys_values, Form.attend, Form.feed_forward = _queries, _keys_values, _attend, _feed_forward
 
-# %% ../../nbs/26_nano_train.ipynb #27ac2a5a
+# %% ../../nbs/26_nano_train.ipynb #389468cd
 def _index(self: Form, w: dict, h: Tensor, qa: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     "Index queries [B, S, Hi, Di], keys [B, S, Di] and gates [B, S, Hi] fp32."
     c = self.config
@@ -212,7 +212,7 @@ def _choose(self: Form, q: Tensor, k: Tensor, gate: Tensor, how: str = "own") ->
 
 Form.index, Form.choose = _index, _choose
 
-# %% ../../nbs/26_nano_train.ipynb #66ad8755
+# %% ../../nbs/26_nano_train.ipynb #f7b6d337
 @torch.no_grad()
 def _looked_at(self: Form, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
     "[B, R, S] fp32: where the sampled rows' queries look, mean over heads."
@@ -233,7 +233,7 @@ def _index_loss(q: Tensor, k: Tensor, gate: Tensor, rows: Tensor, target: Tensor
 
 Form.looked_at = _looked_at
 
-# %% ../../nbs/26_nano_train.ipynb #79b531f4
+# %% ../../nbs/26_nano_train.ipynb #34928f4c
 @dataclass
 class Result:
     "What a forward gives; logits are kept only when asked for."
@@ -285,7 +285,7 @@ def _forward(
     result.index = torch.stack([_index_loss(*indexers[i], rows, torch.stack(looked[i]).mean(0)) for i in indexers])
     return result
 
-
+# %% ../../nbs/26_nano_train.ipynb #a405f3f4
 def _score(self, cast, hidden, tokens, target, ahead, S, keep):
     "Loss and share of right guesses of the tokens `ahead` of each row."
     logits = (hidden @ cast["head"].T).float()
@@ -294,7 +294,7 @@ def _score(self, cast, hidden, tokens, target, ahead, S, keep):
     count = learn.sum().clamp_min(1)
     return (each * learn).sum() / count, ((logits.argmax(-1) == want) & learn).sum() / count, [logits] if keep else []
 
-# %% ../../nbs/26_nano_train.ipynb #53bb837c
+# %% ../../nbs/26_nano_train.ipynb #19dce258
 def _unrolled(self: Form, cast, w, hidden, tokens, target, rows, shape: Shape, how, keep, indexers, looked):
     "The MTP layer, step after step: step 0 makes keys, values and a choice; the steps after it only ask."
     c, S, layer = self.config, shape.length, self.config.num_hidden_layers
@@ -318,14 +318,14 @@ def _unrolled(self: Form, cast, w, hidden, tokens, target, rows, shape: Shape, h
 
 Form.forward = _forward
 
-# %% ../../nbs/26_nano_train.ipynb #3e84a5fd
+# %% ../../nbs/26_nano_train.ipynb #e7d7eae0
 def small_config() -> ModelConfig:
     "The nano model with a top-k of 16 and narrow layers, for checks on a CPU."
     return ModelConfig.from_dict(nano_config().to_dict() | dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=16, q_lora_rank=32,
                                                                 kv_lora_rank=64, qk_rope_head_dim=16, head_dim=16, qk_nope_head_dim=24, qk_head_dim=40,
                                                                 v_head_dim=16, index_topk=16, index_head_dim=32, index_n_heads=16))
 
-# %% ../../nbs/26_nano_train.ipynb #d6ab97a6
+# %% ../../nbs/26_nano_train.ipynb #dac21be3
 def orthogonal(
     g: Tensor,   # [N, rows, columns]
 ) -> Tensor:     # the same shape, singular values near 1
@@ -355,7 +355,7 @@ class Optimizer:
 
     def state(self) -> dict: return {"count": self.count, "first": self.first, "second": self.second}
 
-# %% ../../nbs/26_nano_train.ipynb #50bc4abb
+# %% ../../nbs/26_nano_train.ipynb #8349f296
 @torch.no_grad()
 def _apply(self: Optimizer, grads: dict[str, Tensor]):
     "One step; `rate` scales both learning rates."
@@ -381,7 +381,7 @@ def _apply(self: Optimizer, grads: dict[str, Tensor]):
 
 Optimizer.apply = _apply
 
-# %% ../../nbs/26_nano_train.ipynb #fd21ce25
+# %% ../../nbs/26_nano_train.ipynb #ab154c40
 def encode(tokenizer: tokenizers.Tokenizer, parts: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
     "Ids of a rendered item, and which of them are to be learned."
     ids, learn = [], []
@@ -423,7 +423,7 @@ def make_batch(tokenizer, make: Maker, shape: Shape) -> tuple[np.ndarray, np.nda
         sampled[b, half:] = make.rng.choices(range(1, shape.length), k=shape.sampled - half)
     return tokens, learn, sampled
 
-# %% ../../nbs/26_nano_train.ipynb #19f2730d
+# %% ../../nbs/26_nano_train.ipynb #4264eba5
 class Feed:
     "Worker processes that keep batches of each shape ready; if they fall behind, old batches are used again and counted."
 
@@ -464,7 +464,7 @@ def _work(tokenizer_file: str, shapes_: list[Shape], queues: dict, wanted, seed:
         shape = min(ready, key=lambda s: queues[s.name].qsize() + make.rng.random())
         queues[shape.name].put(make_batch(tokenizer, make, shape))
 
-# %% ../../nbs/26_nano_train.ipynb #41b8e026
+# %% ../../nbs/26_nano_train.ipynb #aba460db
 class Step:
     "A training step on batches of one shape."
 
@@ -499,7 +499,7 @@ class Step:
         for static, array in zip((self.tokens, self.target, self.rows), batch): static.copy_(torch.from_numpy(array), non_blocking=True)
         self.graph.replay() if self.graph is not None else self.compute()
 
-# %% ../../nbs/26_nano_train.ipynb #a1e03827
+# %% ../../nbs/26_nano_train.ipynb #c882c5d6
 @dataclass
 class Stage:
     "A part of the run: until which share of it, and how often each shape of batch comes."
@@ -517,7 +517,7 @@ def rate(done: float, steps: int) -> float:
     "The learning rate's factor: up in 100 steps, level, and from 60 % of the run on down to 3 %."
     return min(1.0, (steps + 1) / 100) * min(1.0, 0.03 + 0.97 * (1 - done) / 0.4)
 
-# %% ../../nbs/26_nano_train.ipynb #2e1cae8c
+# %% ../../nbs/26_nano_train.ipynb #15157de3
 def train(
     folder: str | Path,            # tokenizer.json is read here; weights, curve and state are written
     seconds: float,                # of training; capture and saving come on top
@@ -568,7 +568,7 @@ def _run(feed: Feed, made: dict[str, Step], stages, optimizer: Optimizer, second
         if time.time() - saved > 100: saved = time.time(); keep(done, steps)
     keep(1.0, steps)
 
-
+# %% ../../nbs/26_nano_train.ipynb #88dcbca3
 def _report(step: Step, done, steps, seen, again, elapsed) -> dict:
     "One line of progress."
     values, n = step.report.tolist(), step.shape.drafts
@@ -579,7 +579,7 @@ def _report(step: Step, done, steps, seen, again, elapsed) -> dict:
           f"drafts {' '.join(f'{r:.3f}' for r in entry['right'][1:])} index {' '.join(f'{x:.2f}' for x in entry['index'])} reused {again}", flush=True)
     return entry
 
-# %% ../../nbs/26_nano_train.ipynb #28786f0c
+# %% ../../nbs/26_nano_train.ipynb #10d59157
 def save(folder: Path, config: ModelConfig, form: Form, weights: dict, optimizer: Optimizer, done: float, steps: int, curve: list):
     "A checkpoint in shards below 15 MB, and the state to go on from."
     tensors, shards, sizes = to_checkpoint(config, weights, form.biases), [{}], [0]

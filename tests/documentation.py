@@ -67,6 +67,7 @@ def readme_text() -> str:
     "The index notebook as Markdown: prose, code, text outputs."
     from nbconvert import MarkdownExporter
     book = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4)
+    book.metadata.language_info = {"name": "python"}
     for cell in book.cells:
         if cell.cell_type == "code":
             cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|"))

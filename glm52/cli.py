@@ -19,6 +19,7 @@ import typer
 
 import glm52
 from .config import ConfigError
+from .device import DeviceError
 
 # %% ../nbs/30_cli.ipynb #7ce9841e
 app = typer.Typer(name="glm52", help="A literate inference engine for GLM-5.2.", no_args_is_help=True, add_completion=False,
@@ -36,7 +37,7 @@ def said_plainly() -> Iterator[None]:
     from glm52.engine.scheduler import RequestRefused
     from glm52.model.checkpoint import CheckpointError
     from glm52.server.app import ServeError
-    expected = (CheckpointError, ConfigError, EngineError, ParserError, RequestRefused, SamplingError, ServeError, TemplateError, TokenizerError, OSError, ImportError)
+    expected = (CheckpointError, ConfigError, DeviceError, EngineError, ParserError, RequestRefused, SamplingError, ServeError, TemplateError, TokenizerError, OSError, ImportError)
     try: yield
     except expected as cause:
         typer.echo(f"glm52: {cause}", err=True)

@@ -273,6 +273,13 @@ def test_streams_are_what_the_llm_says(tiny_model):
     assert run_async(tiny_model, body) == ids(LLM(tiny_model, num_pages=80).generate(prompts, params, use_tqdm=False))
 
 
+def test_choices_that_end_in_one_step(tiny_model):
+    "All choices of a request end together, and one of another goes on."
+    async def body(engine): return await asyncio.gather(collect(engine, "three", [1, 2], SamplingParams(n=3, seed=1, max_tokens=4, ignore_eos=True)),
+                                                        collect(engine, "one", [3], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    assert [list(map(len, got)) for got in run_async(tiny_model, body)] == [[4, 4, 4], [9]]
+
+
 def test_thousands_of_aborts():
     "Clients that come and go at once; whoever stays is not disturbed, and nothing is lost."
     told = Told(lambda token, position: torch.zeros(292).index_fill(0, torch.tensor([66]), 9.0))

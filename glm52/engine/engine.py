@@ -567,7 +567,7 @@ def _post(self: AsyncEngine, outputs: list[StepOutput]):
     for out in outputs:
         loop, stream = self.streams[out.request_id]
         by_loop.setdefault(loop, []).append((stream, out))
-        if out.request_id not in self.engine.requests: del self.streams[out.request_id]
+    for request_id in {out.request_id for out in outputs} - self.engine.requests.keys(): del self.streams[request_id]
     for loop, pairs in by_loop.items(): _call(loop, _put_all, pairs)
 
 

@@ -4,8 +4,9 @@
     python tests/documentation.py readme      # README.md from nbs/index.ipynb
 
 nbdev does its own half (API tables, hidden cells, back-tick links) into `_proc`; smalldocs lays the pages out from the same
-`_quarto.yml` that Quarto reads. Where Quarto is installed, `nbdev-docs` builds the same site.
+`_quarto.yml` that Quarto reads. Where Quarto is installed, `nbdev-docs` builds the same site. Formulas become MathML here, so that the pages need no network.
 """
+import html
 import os
 import re
 import shutil
@@ -48,6 +49,14 @@ def stage(processed: Path, work: Path) -> None:
     if (ROOT / "nbs" / "styles.css").exists(): shutil.copy(ROOT / "nbs" / "styles.css", work)
 
 
+def formulas_to_mathml(page: Path) -> None:
+    "Formulas of a page as MathML, which browsers draw themselves; the scripts that would fetch a renderer go."
+    from latex2mathml.converter import convert
+    text = re.sub(r'<(script|link)[^>]*cdn\.jsdelivr\.net/npm/katex[^>]*>(</script>)?', "", page.read_text())
+    formula = re.compile(r'<span class="math (inline|display)">\\[(\[](.*?)\\[)\]]</span>', re.S)
+    page.write_text(formula.sub(lambda m: convert(html.unescape(m[2]), display="block" if m[1] == "display" else "inline"), text))
+
+
 def build_docs(out: Path) -> int:
     "Render every page; the exit code of the link check."
     work = ROOT / "_proc" / "site"
@@ -59,6 +68,7 @@ def build_docs(out: Path) -> int:
     print("\n".join(broken) or "no broken links")
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(work / "_site", out)
+    for page in out.glob("*.html"): formulas_to_mathml(page)
     print(f"{len(list(out.glob('*.html')))} pages in {out}")
     return 1 if broken else 0
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['H200', 'DeviceError', 'pick_device', 'relative_error', 'assert_close', 'measure', 'Machine', 'Implementation',
-           'missing_package', 'resolve', 'machine_facts']
+           'missing_package', 'resolve', 'lacks_hopper', 'machine_facts']
 
 # %% ../nbs/01_device.ipynb #0ea77f27
 import importlib, importlib.metadata, importlib.util, os, platform, statistics, time
@@ -170,6 +170,15 @@ def _load(target):
     return getattr(importlib.import_module(module), function)
 
 # %% ../nbs/01_device.ipynb #a8f270e9
+def lacks_hopper(
+    device: torch.device,  # where a kernel would run
+) -> str | None:           # what to say instead; None on a Hopper GPU
+    "Kernels written for compute capability 9.0 run on nothing else."
+    if device.type != "cuda": return "no GPU: the plain form runs"
+    found = torch.cuda.get_device_capability(device)
+    return None if found == (9, 0) else f"the kernel is for Hopper GPUs (9.0), this one is {found[0]}.{found[1]}"
+
+
 def machine_facts() -> dict[str, str | None]:
     "GPU, driver and versions, as stored beside every measured figure; None for what is not there."
     def version(package):

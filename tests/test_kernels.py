@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glm52.bench_kernels import BENCHES, Row, source_sha
-from glm52.device import relative_error
+from glm52.device import missing_package, relative_error
 from glm52.kernels import indexer, norm, rope, sparse_mla, topk
 from glm52.model.decoder import Backends, tiny_config
 from glm52.ops.fp8 import quantize_index
@@ -170,6 +170,7 @@ def test_sparse_mla_splits_rows_while_clusters_fit():
     with pytest.raises(ValueError, match="not 16"): sparse_mla.plan(1, 64, 16)
 
 
+@pytest.mark.skipif(missing_package("tilelang") is not None, reason="TileLang is not installed")
 def test_a_model_is_bound_to_kernels_only_where_they_suit(monkeypatch):
     glm, nano = tiny_config(num_attention_heads=64, kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=32, index_head_dim=128, index_topk=2048), tiny_config()
     ops = ("index_scores", "topk", "sparse_mla")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .device import H200, machine_facts, measure, relative_error
+from .device import DeviceError, H200, machine_facts, measure, relative_error
 from .kernels import indexer, sparse_mla, topk
 from .ops.indexer import read_index_keys
 from .ops.sparse_mla import naive_sparse_mla
@@ -269,7 +269,7 @@ def bench_kernels(
 ) -> list[dict]:                         # the rows
     "Run the benches on this GPU. An error in one ends that one, and is said."
     if not torch.cuda.is_available():
-        raise RuntimeError("the kernels run on an NVIDIA GPU of the Hopper generation, and torch sees none on this machine")
+        raise DeviceError("the kernels run on an NVIDIA GPU of the Hopper generation, and torch sees none on this machine")
     facts = {k: v for k, v in machine_facts().items() if k in ("gpu", "driver", "torch", "triton", "tilelang")}
     facts["date"] = datetime.date.today().isoformat()
     rows, failed, begun = [], {}, time.time()

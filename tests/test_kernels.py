@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from glm52.bench_kernels import BENCHES, Row, source_sha
+from glm52.cli import app
 from glm52.device import missing_package, relative_error
 from glm52.kernels import indexer, norm, rope, sparse_mla, topk
 from glm52.model.decoder import Backends, tiny_config
@@ -203,3 +205,9 @@ def test_stored_figures_belong_to_the_stored_kernels():
             assert row["source_sha"] == source_sha(now[row["kernel"]]), f"{row['kernel']}: measured with another source; run the bench again on the GPU"
             assert row["rel_err"] is None or row["rel_err"] < 5e-3
         else: assert row["source_sha"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the bench would run")
+def test_the_bench_says_what_it_lacks(tmp_path):
+    done = CliRunner().invoke(app, ["bench-kernels", "--out", str(tmp_path / "k.json")])
+    assert done.exit_code == 1 and "torch sees none" in done.output and not (tmp_path / "k.json").exists()

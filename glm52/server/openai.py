@@ -377,7 +377,7 @@ class ChatChoice:
         reports = [report.to_dict() for report in self.parser.reports]
         return self._piece({}, finish_reason) | {"stop_reason": stop_reason} | ({"reports": reports} if reports else {})
 
-
+# %% ../../nbs/23_openai.ipynb #5550e9d2
 async def chat_pieces(
     generation: Generation,
     choices: list[ChatChoice],

@@ -69,6 +69,15 @@ def test_a_row_of_scores_knows_neither_its_neighbours_nor_the_cut():
 
 
 @interpreted
+@pytest.mark.parametrize("counts", [(2, 0), (0, 3, 0), (4, 0, 0, 0), (0, 0)])
+def test_as_many_rows_as_requests_is_not_one_row_each(counts):
+    arguments = case(counts, (100,) * len(counts), "fp8")
+    got, want = indexer.index_scores(*arguments), paged_index_scores(*arguments)
+    assert got.shape == want.shape and torch.equal(got.isinf(), want.isinf())
+    if len(got): assert relative_error(want, got) < 1e-5
+
+
+@interpreted
 def test_index_scores_refuses_what_would_go_wrong_on_the_device():
     q, gate, cache, table, start, limit = case((2, 1), (100, 64), "fp8")
     good = dict(q=q, gate=gate, index_cache=cache, page_table=table, query_start=start, limit=limit)

@@ -170,7 +170,7 @@ def index_scores(
     "Index scores of every row over the paged keys of its request."
     _check(q, gate, index_cache, page_table, query_start, limit)
     if debug: _check_pages(index_cache, page_table, query_start, limit)
-    if max_rows is None: max_rows = 1 if len(q) == len(page_table) else int((query_start[1:] - query_start[:-1]).max())
+    if max_rows is None: max_rows = int((query_start[1:] - query_start[:-1]).max()) if len(q) else 1
     if index_cache.dtype == torch.uint8:
         q, scale = _quantize(q)
         gate = gate * scale

@@ -189,7 +189,7 @@ def index_cache(pages, seed=0):
     return cache
 
 
-CASES = {"decode": [1] * 5, "six rows": [6] * 3, "one to eight": list(range(1, 9)), "ragged": [1, 0, 9, 3, 17, 8], "prefill": [100]}
+CASES = {"decode": [1] * 5, "six rows": [6] * 3, "one to eight": list(range(1, 9)), "ragged": [1, 0, 9, 3, 17, 8], "as many rows as requests": [3, 0, 0], "prefill": [100]}
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])

@@ -10,7 +10,8 @@ from glm52.bench_kernels import BENCHES, Row, source_sha
 from glm52.cli import app
 from glm52.device import missing_package, relative_error
 from glm52.kernels import indexer, norm, rope, sparse_mla, topk
-from glm52.model.decoder import Backends, tiny_config
+from glm52.model.decoder import Backends, Caches, Capture, Decoder, fill, random_tensors, tiny_config as make_config
+from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.fp8 import quantize_index
 from glm52.ops.indexer import naive_index_scores, paged_index_scores, read_index_keys
 from glm52.ops.norm import naive_layer_norm, naive_rms_norm
@@ -181,9 +182,26 @@ def test_sparse_mla_splits_rows_while_clusters_fit():
     with pytest.raises(ValueError, match="not 16"): sparse_mla.plan(1, 64, 16)
 
 
+@interpreted
+def test_a_model_bound_to_the_triton_kernels_says_and_selects_the_same(tiny_config):
+    ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    steps = ([RequestRows(ids[:22], 0, [3]), RequestRows(ids[:9], 0, [5])], [RequestRows(ids[22:24], 22, [3]), RequestRows(ids[9:10], 9, [5])])
+    said = []
+    for backends in (Backends.choose("cpu"), Backends.choose("cpu", **dict.fromkeys(("rms_norm", "layer_norm", "rope", "index_scores"), "triton"))):
+        model = Decoder(tiny_config, torch.float32, "cpu", backends)
+        fill(model, random_tensors(tiny_config, 0))
+        caches = Caches.new(tiny_config, 6, torch.float32, "cpu", index="fp8")
+        for rows in steps:
+            capture = Capture()
+            said.append((model.logits(model.forward(StepPlan.build(rows, model.device), caches, capture)), capture.positions))
+    for (want, plain), (got, chosen) in zip(said[:2], said[2:]):
+        assert relative_error(want, got) < 1e-5
+        assert plain.keys() == chosen.keys() and all(torch.equal(plain[layer], chosen[layer]) for layer in plain)
+
+
 @pytest.mark.skipif(missing_package("tilelang") is not None, reason="TileLang is not installed")
 def test_a_model_is_bound_to_kernels_only_where_they_suit(monkeypatch):
-    glm, nano = tiny_config(num_attention_heads=64, kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=32, index_head_dim=128, index_topk=2048), tiny_config()
+    glm, nano = make_config(num_attention_heads=64, kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=32, index_head_dim=128, index_topk=2048), make_config()
     ops = ("index_scores", "topk", "sparse_mla")
     bound = lambda *model, **wishes: {op: (name, why) for op, name, why in Backends.choose("cuda", *model, **wishes).table() if op in ops}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -18,11 +18,12 @@ from glm52.server.protocol import live
 @pytest.fixture(scope="module")
 def client():
     engine = AsyncEngine("glm52-nano", dtype="float32", device="cpu", max_model_len=2048, max_num_seqs=8, num_pages=200)
-    with live(create_app(new_service(engine, "glm52-nano"))) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with live(create_app(new_service(engine, "glm52-nano"))) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        client.tokenizer = engine.tokenizer
         yield client
 
 
-ITEMS = [item for item in held_out_items("tools", 12, seed=4) if item.tools][:6]
+ITEMS = [item for item in held_out_items("tools", 8, seed=4) if item.tools][:4]
 
 
 def question(item):
@@ -38,6 +39,11 @@ def test_streamed_equals_complete(client, number):
             "extra_body": {"return_token_ids": True}}
     whole, streamed = complete(client.chat.completions.create(**body)), joined(client.chat.completions.create(**body, stream=True))
     assert without_ids(whole) == without_ids(streamed)
+    for choice in whole.values():
+        raw = client.tokenizer.decode(choice["ids"], skip_special=True)
+        message = parse(raw, item.tools, "<|assistant|><think>", "stop" if choice["finish_reason"] == "tool_calls" else choice["finish_reason"]).message
+        assert (choice["reasoning_content"], choice["content"]) == (message.reasoning_content or "", message.content or "")
+        assert [call[1:] for call in choice["calls"]] == [[call.name, call.arguments] for call in message.tool_calls]
 
 
 def test_the_model_calls_tools(client):

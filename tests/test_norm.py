@@ -90,3 +90,11 @@ def test_a_row_keeps_its_bits_in_any_company(rows, dtype):
 ], ids=["weight", "bias", "zero", "nan"])
 def test_errors_for_people(call, words):
     with pytest.raises(ValueError, match=words): call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_engines_rms_norm_has_the_bits_of_the_plain_one(dtype):
+    for d in (33, 64, 256, 512, 2048):
+        for rows in (1, 2, 7, 16, 33, 300):
+            x, w = (3 * torch.randn(rows, d)).to(dtype), torch.randn(d).to(dtype)
+            assert torch.equal(rms_norm(x, w, 1e-6), naive_rms_norm(x, w, 1e-6))

@@ -6,7 +6,7 @@
 __all__ = ['OPEN_PATHS', 'Guard', 'error_for', 'health', 'create_app', 'ServeError', 'claim', 'run']
 
 # %% ../../nbs/25_server.ipynb #6ad7ee83
-import hmac, logging, signal, socket, time
+import hmac, logging, re, signal, socket, time, uuid
 from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,7 +28,7 @@ OPEN_PATHS = ("/health",)
 
 
 class Guard:
-    "ASGI middleware: key and origin, then a count of the answer for the metrics."
+    "ASGI middleware: key and origin, then a name and a count of the answer."
 
     def __init__(self, app: Any, api_key: str | None, origins: Iterable[str], metrics: Metrics):
         self.app, self.key, self.origins, self.metrics = app, api_key and api_key.encode(), set(origins), metrics
@@ -37,8 +37,13 @@ class Guard:
         if scope["type"] != "http": return await self.app(scope, receive, send)
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
 
+        given = headers.get("x-request-id", b"")
+        name = given if re.fullmatch(rb"[\w.:/-]{1,128}", given) else uuid.uuid4().hex.encode()
+
         async def counted(message):
-            if message["type"] == "http.response.start": self.metrics.answered(scope, message["status"])
+            if message["type"] == "http.response.start":
+                self.metrics.answered(scope, message["status"])
+                message = message | {"headers": [*message["headers"], (b"x-request-id", name)]}
             await send(message)
 
         refusal = None if scope["path"] in OPEN_PATHS else self._refusal(headers)

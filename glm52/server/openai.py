@@ -28,7 +28,7 @@ from .protocol import (ApiError, EventStream, Fields, Generation, SamplingFields
 # %% ../../nbs/23_openai.ipynb #63601ec6
 def openai_error(error: ApiError) -> Response:
     "OpenAI's error object."
-    return json_response(error_object(error), error.status, {"www-authenticate": "Bearer"} if error.status == 401 else None)
+    return json_response(error_object(error), error.status, error.headers)
 
 
 def error_object(error: ApiError) -> dict:
@@ -345,12 +345,15 @@ class ChatChoice:
     ):
         self.tokenizer, self.fields, self.index, self.parser = service.engine.tokenizer, fields, index, parser
         self.waiting: dict = {}                 # log-probs and ids not yet sent
+        self.ends: list[tuple[int, int]] = []   # (characters, tokens) after each step
         self.fresh, self.done = True, False
 
     def take(self, step: Any) -> list[dict]:
         "The pieces that one step adds."
         if self.done: return []
         self._keep(step)
+        characters, tokens = self.ends[-1] if self.ends else (0, 0)
+        self.ends.append((characters + len(step.text_delta), tokens + len(step.token_ids)))
         deltas = self.parser.feed(step.text_delta)
         if step.finish_reason: deltas += self.parser.finish(step.finish_reason)
         pieces = [self._piece({"role": "assistant", "content": ""})] if self.fresh else []
@@ -371,6 +374,16 @@ class ChatChoice:
         piece = {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         if delta or finish_reason: piece |= self.waiting; self.waiting = {}
         return piece
+
+    @property
+    def reasoning_tokens(self) -> int:
+        "Tokens of thinking and of the tag that closed it, to the step."
+        spans = self.parser.spans
+        last = max((i for i, span in enumerate(spans) if span.kind == "reasoning"), default=None)
+        if last is None: return 0
+        ended = spans[last].end
+        if len(spans) > last + 1 and spans[last + 1].kind == "markup": ended = spans[last + 1].end
+        return next((tokens for characters, tokens in self.ends if characters >= ended), self.ends[-1][1])
 
     def _end(self, finish_reason: str, stop_reason: Any) -> dict:
         self.done = True
@@ -393,6 +406,7 @@ async def chat_pieces(
                 yield piece | opening
                 opening = {}
             if step.finish_reason is None and all(choice.done for choice in choices): break  # cut short: nobody waits for more
+    generation.reasoning_tokens = sum(choice.reasoning_tokens for choice in choices)
 
 # %% ../../nbs/23_openai.ipynb #774fbe33
 def join_message(message: dict, delta: dict):

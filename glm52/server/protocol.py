@@ -34,7 +34,7 @@ log = logging.getLogger("glm52.server")
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error",
-         503: "overloaded_error"}
+         503: "overloaded_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -52,6 +52,12 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str: return KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        "What HTTP asks to be said beside a status: how to sign in, when to come back."
+        if self.status == 401: return {"www-authenticate": "Bearer"}
+        return {"retry-after": "1"} if self.status in (429, 503) else {}
 
 
 def json_bytes(
@@ -138,8 +144,15 @@ class SamplingFields(Fields):
     user: str | None = None                      # accepted and unused
 
 
-_HARMLESS = {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
-             "best_of", "suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options"}
+_HARMLESS = {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity", "prediction"}
+_ABSENT = {  # fields of other servers that would change the answer -> what to do instead
+    "functions": "send tools", "function_call": "send tool_choice", "audio": "this model writes text",
+    "modalities": "this model writes text", "web_search_options": "declare a search tool",
+    "best_of": "send n", "use_beam_search": "send temperature 0 for the greedy answer", "length_penalty": "it belongs to beam search",
+    "guided_json": "", "guided_regex": "", "guided_choice": "", "guided_grammar": "", "structured_outputs": "",
+    "bad_words": "send logit_bias", "allowed_token_ids": "send logit_bias", "logits_processors": "",
+    "truncate_prompt_tokens": "shorten the prompt", "prompt_embeds": "send text or token ids",
+    "return_routed_experts": "", "return_indexer_topk": ""}
 _reported: set[str] = set()
 
 
@@ -147,14 +160,17 @@ def validate(
     form: type[Fields],  # the endpoint's fields
     data: dict,          # the JSON object
 ) -> Fields:
-    "Check types; the error names the field. Unknown fields are logged, each name once."
+    "Check types; the error names the field. Fields of other servers are refused, unknown ones logged, each name once."
     try:
         fields = form.model_validate(data)
     except ValidationError as cause:
         first = cause.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ApiError(f"{place}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None) from None
-    for name in set(fields.model_extra) - _HARMLESS - _reported:
+    for name, value in fields.model_extra.items():
+        if name not in _ABSENT or not value or value == ["text"] or name == "length_penalty" and value == 1: continue
+        raise ApiError(f"{name} is not supported by this server" + (f"; {_ABSENT[name]}" if _ABSENT[name] else "; leave it out"), param=name, code="unsupported_parameter")
+    for name in set(fields.model_extra) - _HARMLESS - set(_ABSENT) - _reported:
         if len(_reported) < 1000: _reported.add(name)
         log.warning("unknown field %.60r in a %s is ignored", name, form.__name__)
     return fields
@@ -169,6 +185,7 @@ class Service:
     defaults: dict = field(default_factory=dict)    # temperature, top_p, top_k of the checkpoint's generation_config.json
     max_body: int = 64 << 20                        # bytes of one request
     max_active: int = 1024                          # requests running and waiting together
+    timeout: float | None = None                    # seconds that one answer may take; None for no limit
     active: set = field(default_factory=set)        # the `Generation`s under way
     on_finish: list[Callable] = field(default_factory=list)  # called with each `Generation` when it ends
     started: float = field(default_factory=time.time)
@@ -193,7 +210,8 @@ class Service:
     def check_model(self, name: str | None):
         "Refuse a model that is not this one."
         if name is not None and name != self.name and name not in self.aliases:
-            raise ApiError(f"the model {name!r} does not exist here; this server has {self.name!r}", 404, "model", "model_not_found")
+            names = ", ".join(map(repr, (self.name, *self.aliases)))
+            raise ApiError(f"the model {name!r} does not exist here; this server has {names}", 404, "model", "model_not_found")
 
     def check_ids(self, ids: list[int], param: str = "prompt") -> list[int]:
         "The same ids, none of them outside the vocabulary."
@@ -288,6 +306,7 @@ class Generation:
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = sum(map(len, prompts)), 0, 0
         self.outcome = "running"        # then "finished", "aborted" or "failed"
         self.reports: Counter[str] = Counter()  # what the parser reported, by kind
+        self.reasoning_tokens: int | None = None   # set by an API that reads thinking apart
         if len(service.active) >= service.max_active:
             raise ApiError(f"{len(service.active)} requests are already running or waiting, this server's limit; try again shortly", 429,
                            code="rate_limit_exceeded")
@@ -298,7 +317,7 @@ class Generation:
         self.service.active.add(self)
         try:
             streams = [engine.generate(*each) for each in zip(ids, self.prompts, self.params)]
-            async with aclosing(merge(streams)) as merged:
+            async with aclosing(self._in_time(merge(streams))) as merged:
                 async for prompt, step in merged:
                     if step.token_ids and self.first_token is None: self.first_token = time.monotonic()
                     self.completion_tokens += len(step.token_ids)
@@ -316,12 +335,25 @@ class Generation:
             self.service.active.discard(self)
             for report in self.service.on_finish: report(self)
 
+    async def _in_time(self, items: AsyncIterator) -> AsyncIterator:
+        "The same items, until the service's patience ends."
+        limit = self.service.timeout
+        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+        async with aclosing(items):
+            while True:
+                try:
+                    async with asyncio.timeout_at(deadline): item = await anext(items)
+                except StopAsyncIteration: return
+                except TimeoutError: raise ApiError(f"the answer was not ready after {limit:g} s, this server's limit; ask for fewer tokens", 504) from None
+                yield item
+
     @property
     def usage(self) -> dict:
         "Token counts in OpenAI's form."
+        details = {} if self.reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
                 "total_tokens": self.prompt_tokens + self.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}} | details
 
 # %% ../../nbs/23_endpoints.ipynb #a5f7376b
 class ClientGone(Exception):

@@ -108,7 +108,7 @@ def test_health_models_and_metrics(server):
     assert health["status"] == "ok" and {row["op"] for row in health["implementations"]} >= {"topk", "sparse_mla", "moe"}
     assert [m.id for m in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).model_extra["max_model_len"] == 2048
     text = httpx.get(f"{url}/metrics").text
-    assert "glm52_generation_tokens_total" in text and 'glm52_engine{quantity="pages_free"}' in text
+    assert "glm52:generation_tokens_total" in text and "glm52:kv_cache_usage_perc 0.0" in text
 
 
 BAD = [({"messages": []}, 400, "empty"), ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"), ({"max_tokens": -5}, 400, "max_tokens"),

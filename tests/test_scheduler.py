@@ -6,6 +6,7 @@ from checksum_model import ChecksumModel
 from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from glm52.engine.prefix_cache import PrefixCache
 from glm52.engine.scheduler import PagePool, QueueFull, RequestRefused, Scheduler, Sequence
 
 
@@ -28,9 +29,9 @@ class Machine(RuleBasedStateMachine):
     "Random requests, steps and aborts on a pool that is often too small."
 
     @initialize(pages=st.integers(4, 12), size=st.sampled_from([1, 3, 4]), seqs=st.integers(1, 5), extra=st.integers(0, 12), drafts=st.sampled_from([0, 0, 3]),
-                seed=st.integers(0, 99))
-    def start(self, pages, size, seqs, extra, drafts, seed):
-        self.scheduler = Scheduler(PagePool(pages, size), pages * size, seqs, seqs + extra, max_waiting=6)
+                seed=st.integers(0, 99), pool=st.sampled_from([PagePool, PrefixCache]))
+    def start(self, pages, size, seqs, extra, drafts, seed, pool):
+        self.scheduler = Scheduler(pool(pages, size), pages * size, seqs, seqs + extra, max_waiting=6)
         self.model, self.all, self.number = ChecksumModel(size, drafts=drafts, seed=seed), [], 0
 
     @rule(prompt=st.integers(1, 20), answer=st.one_of(st.none(), st.integers(0, 25)), priority=st.integers(0, 2), stop=st.frozensets(st.integers(0, 22), max_size=2))

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..chat.template import render
 from ..chat.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from .prefix_cache import PrefixCache
 from .runner import Runner, StepResult, TokenScore
 from .sampling import SamplingParams, draw_seed
 from .scheduler import FINISHED, PagePool, QueueFull, RequestRefused, Scheduler, Sequence
@@ -153,13 +154,15 @@ class Engine:
         max_num_batched_tokens: int = 2048,   # rows a step
         num_pages: int | None = None,         # pages of 64 tokens; None: what memory allows
         max_waiting: int = 10_000,            # sequences that may wait
+        enable_prefix_caching: bool = True,   # whether requests that begin alike share pages
     ):
         if max_model_len is not None and max_model_len > decoder.config.max_position_embeddings:
             raise ValueError(f"max_model_len is {max_model_len}, but the model was made for {decoder.config.max_position_embeddings} positions")
         pages = num_pages if num_pages is not None else default_pages(decoder, max_num_seqs, max_model_len)
         self.max_model_len = max_model_len or min(decoder.config.max_position_embeddings, pages * PAGE_SIZE)
         self.decoder, self.tokenizer, self.runner = decoder, tokenizer, Runner(decoder, pages)
-        self.scheduler = Scheduler(PagePool(pages), self.max_model_len, max_num_seqs, max(max_num_batched_tokens, max_num_seqs), max_waiting)
+        pool = PrefixCache(pages, PAGE_SIZE, version=1) if enable_prefix_caching else PagePool(pages)
+        self.scheduler = Scheduler(pool, self.max_model_len, max_num_seqs, max(max_num_batched_tokens, max_num_seqs), max_waiting)
         self.vocab_size, self.weights_version = decoder.config.vocab_size, 1
         self.end_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else decoder.config.eos_token_id)
         self.requests: dict[str, Request] = {}
@@ -215,6 +218,7 @@ def _add(
     prompt_token_ids: list[int],
     params: SamplingParams,
     priority: int = 0,            # lower goes first
+    cache_salt: str = "",         # requests with different salts share no pages
 ) -> Request:
     "Let a request wait for its turn. `RequestRefused`, `SamplingError` or `QueueFull` if it may not."
     if request_id in self.requests: raise RequestRefused(f"a request called {request_id!r} is under way; give each its own id")
@@ -224,7 +228,8 @@ def _add(
     request = Request(request_id, params, draw_seed() if params.seed is None else params.seed)
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
     for index in range(params.n):
-        sequence = Sequence(f"{request_id}/{index}", list(prompt_token_ids), params.max_tokens, stop_ids, priority, reuse=params.prompt_logprobs is None)
+        sequence = Sequence(f"{request_id}/{index}", list(prompt_token_ids), params.max_tokens, stop_ids, priority,
+                            reuse=params.prompt_logprobs is None, salt=cache_salt)
         text = Detokenizer(self.tokenizer, params.skip_special_tokens) if params.detokenize and self.tokenizer is not None else None
         choice = Choice(request, index, sequence, text, StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None)
         s.add(sequence)
@@ -595,6 +600,7 @@ async def _generate_stream(
     prompt_token_ids: list[int],
     params: SamplingParams,
     priority: int = 0,            # lower goes first
+    cache_salt: str = "",         # requests with different salts share no pages
 ) -> AsyncIterator[StepOutput]:   # of all choices, as they come; the last of each has a `finish_reason`
     "Answer one prompt. Raises before the first output what `Engine.add` raises."
     if self.failure is not None: raise self.failure
@@ -603,7 +609,7 @@ async def _generate_stream(
     stream, loop = asyncio.Queue(), asyncio.get_running_loop()
 
     def enter():
-        try: self.engine.add(request_id, prompt_token_ids, params, priority)
+        try: self.engine.add(request_id, prompt_token_ids, params, priority, cache_salt)
         except (RequestRefused, QueueFull) as refusal: _call(loop, stream.put_nowait, refusal)
         else: self.streams[request_id] = loop, stream
 

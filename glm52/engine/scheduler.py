@@ -47,6 +47,8 @@ class Sequence:
     finish_reason: str | None = None      # "stop", "length", "abort"
     line: int = -1                        # the runner's: its line in the tables
     pages_sent: int = 0                   # leading pages that the runner's table has
+    digests: list[bytes] = field(default_factory=list)  # the prefix cache's: of its full pages
+    settled: int = 0                      # the prefix cache's: leading pages that can be found
 
     @property
     def order(self) -> tuple[int, int]: return self.priority, self.arrival

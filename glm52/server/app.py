@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import glm52
+from .anthropic import anthropic_error, anthropic_routes
 from .metrics import Metrics
 from .openai import openai_error, openai_routes
 from .protocol import ApiError, Service, json_response
@@ -62,7 +63,7 @@ class Guard:
 
 def error_for(path: str, error: ApiError) -> Response:
     "An error in the form of the API that owns `path`."
-    return openai_error(error)
+    return anthropic_error(error) if path.startswith("/v1/messages") else openai_error(error)
 
 # %% ../../nbs/25_server.ipynb #b9a27d4b
 def health(service: Service) -> Response:
@@ -92,6 +93,7 @@ def create_app(
 
     app = FastAPI(title="glm52", version=glm52.__version__, lifespan=life)
     app.include_router(openai_routes(service))
+    app.include_router(anthropic_routes(service))
     app.add_api_route("/health", lambda: health(service), methods=["GET"], tags=["Server"], response_model=None, name="health")
     app.add_api_route("/version", lambda: json_response({"version": glm52.__version__}), methods=["GET"], tags=["Server"], response_model=None, name="version")
     app.add_api_route("/metrics", metrics.response, methods=["GET"], tags=["Server"], response_model=None, name="metrics")

@@ -85,8 +85,12 @@ def serve(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Rows a step.", min=1)] = 2048,
     num_pages: Annotated[int | None, typer.Option(help="Cache pages of 64 tokens; default: what memory allows.", min=1)] = None,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may call, such as http://localhost:3000.")] = None,
+    max_requests: Annotated[int, typer.Option(help="Requests running and waiting together; one more is told to come back (429).", min=1)] = 1024,
+    max_body_mb: Annotated[int, typer.Option(help="Longest request body.", min=1)] = 64,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that one answer may take; default: no limit.", min=0.001)] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that running answers have when the server is told to stop.", min=0)] = 30.0,
 ):
-    "Serve OpenAI clients."
+    "Serve OpenAI and Anthropic clients."
     from glm52.engine.engine import AsyncEngine
     from glm52.server.app import ServeError, claim, create_app, run
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -95,20 +99,20 @@ def serve(
         try: engine = AsyncEngine(model, dtype=named(dtype), device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                                   max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages)
         except ValueError as cause: raise ServeError(str(cause)) from cause
-        service = new_service(engine, model, served_model_name)
+        service = new_service(engine, model, served_model_name, max_active=max_requests, max_body=max_body_mb << 20, timeout=timeout)
         address = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"glm52 {glm52.__version__} serves {service.name} ({engine.engine.decoder.dtype}, {engine.max_model_len:,} tokens of context) on {address}/v1; Ctrl-C stops it", err=True)
-        run(create_app(service, api_key, allowed_origin or ()), listener)
+        run(create_app(service, api_key, allowed_origin or ()), listener, drain=drain)
 
 
-def new_service(engine, model: str, names: list[str] | None = None):
+def new_service(engine, model: str, names: list[str] | None = None, **limits):
     "The service of a loaded model, with its names and its own sampling defaults."
     from glm52.engine.engine import generation_defaults
     from glm52.model.checkpoint import resolve_model
     from glm52.server.protocol import Service
     path = resolve_model(model)
     name, *aliases = names or [model if model == "glm52-nano" else path.resolve().name]
-    return Service(engine, name, tuple(aliases), generation_defaults(path))
+    return Service(engine, name, tuple(aliases), generation_defaults(path), **limits)
 
 # %% ../nbs/30_cli.ipynb #b188d945
 class Talk:

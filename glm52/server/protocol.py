@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'KINDS', 'ApiError', 'json_bytes', 'json_response', 'read_json', 'read_body', 'Fields', 'SamplingFields',
-           'validate', 'Service', 'sampling_params', 'merge', 'Generation', 'ClientGone', 'until_gone', 'EventStream',
-           'endpoint', 'api_error', 'body_schema', 'live']
+           'validate', 'Service', 'sampling_params', 'merge', 'in_time', 'Generation', 'ClientGone', 'until_gone',
+           'EventStream', 'endpoint', 'api_error', 'body_schema', 'live']
 
 # %% ../../nbs/23_endpoints.ipynb #ebf79adc
 import asyncio, json, logging, math, secrets, socket, threading, time, uuid
@@ -111,7 +111,7 @@ async def read_body(
         parts.append(part)
     return b"".join(parts)
 
-# %% ../../nbs/23_endpoints.ipynb #be25d8cb
+# %% ../../nbs/23_endpoints.ipynb #6651282e
 class Fields(BaseModel):
     "The body of a request: known fields typed, others kept aside."
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -143,7 +143,7 @@ class SamplingFields(Fields):
     return_token_ids: bool | None = False        # ids of prompt and answer beside the text
     user: str | None = None                      # accepted and unused
 
-
+# %% ../../nbs/23_endpoints.ipynb #be25d8cb
 _HARMLESS = {"metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity", "prediction"}
 _ABSENT = {  # fields of other servers that would change the answer -> what to do instead
     "functions": "send tools", "function_call": "send tool_choice", "audio": "this model writes text",
@@ -290,6 +290,21 @@ async def merge(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/23_endpoints.ipynb #c7497c98
+async def in_time(
+    items: AsyncIterator,
+    seconds: float | None,    # patience for all of them together; None for no limit
+) -> AsyncIterator:
+    "The same items, until patience ends."
+    deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    async with aclosing(items):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline): item = await anext(items)
+            except StopAsyncIteration: return
+            except TimeoutError: raise ApiError(f"the answer was not ready after {seconds:g} s, this server's limit; ask for fewer tokens", 504) from None
+            yield item
+
+# %% ../../nbs/23_endpoints.ipynb #7867a6f3
 class Generation:
     "The engine's work for one HTTP request."
 
@@ -317,7 +332,7 @@ class Generation:
         self.service.active.add(self)
         try:
             streams = [engine.generate(*each) for each in zip(ids, self.prompts, self.params)]
-            async with aclosing(self._in_time(merge(streams))) as merged:
+            async with aclosing(in_time(merge(streams), self.service.timeout)) as merged:
                 async for prompt, step in merged:
                     if step.token_ids and self.first_token is None: self.first_token = time.monotonic()
                     self.completion_tokens += len(step.token_ids)
@@ -334,18 +349,6 @@ class Generation:
             self.ended = time.monotonic()
             self.service.active.discard(self)
             for report in self.service.on_finish: report(self)
-
-    async def _in_time(self, items: AsyncIterator) -> AsyncIterator:
-        "The same items, until the service's patience ends."
-        limit = self.service.timeout
-        deadline = None if limit is None else asyncio.get_running_loop().time() + limit
-        async with aclosing(items):
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline): item = await anext(items)
-                except StopAsyncIteration: return
-                except TimeoutError: raise ApiError(f"the answer was not ready after {limit:g} s, this server's limit; ask for fewer tokens", 504) from None
-                yield item
 
     @property
     def usage(self) -> dict:

@@ -167,7 +167,7 @@ class Engine:
         self.end_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else decoder.config.eos_token_id)
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}      # by the sequence's id
-        self.totals = {"prompt_tokens": 0, "generated_tokens": 0, "finished": 0, "aborted": 0, "steps": 0, "step_seconds": 0.0}
+        self.totals = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "finished": 0, "aborted": 0, "steps": 0, "step_seconds": 0.0}
 
     @property
     def busy(self) -> bool: return self.scheduler.busy
@@ -307,6 +307,7 @@ def _output(self: Engine, progress, scores: list[TokenScore] | None) -> StepOutp
     if scores is not None: out.logprobs = [_entry(self, token, score) for token, score in zip(out.token_ids, scores)]
     if not choice.begun:
         choice.begun, out.cached_tokens = True, sequence.cached if choice.index == 0 else 0
+        self.totals["cached_tokens"] += out.cached_tokens
         if choice.index == 0: out.prompt_logprobs = choice.request.prompt_logprobs
     return _close(self, choice, out) if out.finish_reason is not None else out
 

@@ -210,6 +210,14 @@ def _preempt(self: Scheduler, sequence: Sequence, step: Step):
     step.preempted.append(sequence)
     self._wait(sequence)
 
+
+def _preempt_last(self: Scheduler):
+    "Between two steps: send the last in order back to the queue, as if its pages were needed."
+    if self.running: _preempt(self, self.running[-1], Step([], 0))
+
+
+Scheduler.preempt_last = _preempt_last
+
 # %% ../../nbs/15_scheduler.ipynb #579eb619
 def _admit(self: Scheduler, step: Step, prefilling: list[Sequence]):
     "Start waiting sequences, in order, while the budget is not spoken for and their pages are there."

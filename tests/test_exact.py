@@ -1,0 +1,33 @@
+"""The matrix of promise 1 can find what it looks for, and finds nothing on the tiny model."""
+import torch
+
+from glm52.engine.exact import BATCHES, CHUNKS, cells, exact, make_prompts
+from glm52.model.decoder import Decoder, random_model, tiny_config
+
+
+def test_the_matrix_has_every_combination():
+    every = list(cells())
+    assert len(every) == len(set(every)) == len(BATCHES) * len(CHUNKS) * 8
+    prompts = make_prompts(208, range(1000))
+    assert len({tuple(p) for p in prompts}) == 208 and max(map(len, prompts)) + 32 <= 512
+
+
+def test_a_warm_cell_is_warm_and_a_preempted_one_preempts(tiny_model):
+    tallies = exact(tiny_model, quick=True, batches=(8,), count=12, say=lambda line: None)
+    assert len(tallies) == 24 and not any(t.differ for t in tallies)
+    for t in tallies:
+        if t.cell.cache == "warm": assert t.cached > 0
+        assert (t.preemptions > 0) == t.cell.preempt
+
+
+def test_a_model_that_looks_at_its_neighbours_is_caught():
+    model = random_model(tiny_config())
+
+    class Nosy(Decoder):
+        "Its rows know how many they are."
+        def logits(self, hidden): return super().logits(hidden) + 0.5 * len(hidden) * torch.linspace(-1, 1, self.config.vocab_size)
+
+    model.__class__ = Nosy
+    heard = []
+    tallies = exact(model, quick=True, batches=(8,), count=12, say=heard.append)
+    assert sum(len(t.differ) for t in tallies) > 20 and any("DIFFERENT" in line for line in heard) and "different" in heard[-1]

@@ -372,6 +372,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'glm52.engine.engine.load_tokenizer': ('engine.html#load_tokenizer', 'glm52/engine/engine.py')},
             'glm52.engine.exact': { 'glm52.engine.exact.Cell': ('exact.html#cell', 'glm52/engine/exact.py'),
                                     'glm52.engine.exact.Tally': ('exact.html#tally', 'glm52/engine/exact.py'),
+                                    'glm52.engine.exact._decodes_last': ('exact.html#_decodes_last', 'glm52/engine/exact.py'),
                                     'glm52.engine.exact._line': ('exact.html#_line', 'glm52/engine/exact.py'),
                                     'glm52.engine.exact._run_cell': ('exact.html#_run_cell', 'glm52/engine/exact.py'),
                                     'glm52.engine.exact.answers': ('exact.html#answers', 'glm52/engine/exact.py'),

@@ -20,6 +20,11 @@ def test_a_warm_cell_is_warm_and_a_preempted_one_preempts(tiny_model):
         assert (t.preemptions > 0) == t.cell.preempt
 
 
+def test_one_at_a_time_in_small_pieces_ends(tiny_model):
+    tallies = exact(tiny_model, quick=True, batches=(1,), count=2, say=lambda line: None)
+    assert len(tallies) == 24 and not any(t.differ for t in tallies) and all((t.preemptions > 0) == t.cell.preempt for t in tallies)
+
+
 def test_a_model_that_looks_at_its_neighbours_is_caught():
     model = random_model(tiny_config())
 

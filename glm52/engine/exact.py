@@ -26,7 +26,7 @@ class Cell:
     batch: int
     chunk: int | None
     cache: str          # "cold", or "warm": the same requests have just been answered
-    preempt: bool       # every third step sends a running sequence back to the queue
+    preempt: bool       # every third step sends a decoding sequence back to the queue
     temperature: float
 
 
@@ -50,6 +50,12 @@ def make_prompts(
     return [families[i % 5] + draw(rng.choice((5, 40, 63, 64, 100))) for i in range(count)]
 
 
+def _decodes_last(engine: Engine) -> bool:
+    "Whether the last in order has its prompt behind it: sent back before that, with small chunks, it would never arrive."
+    running = engine.scheduler.running
+    return bool(running) and len(running[-1].tokens) - running[-1].computed == 1
+
+
 def answers(
     engine: Engine,
     prompts: dict[int, list[int]],   # number -> ids
@@ -62,7 +68,7 @@ def answers(
     for number, ids in prompts.items():
         engine.add(str(number), ids, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True, detokenize=False))
     while engine.busy:
-        if preempt and engine.totals["steps"] % 3 == 2: engine.scheduler.preempt_last()
+        if preempt and engine.totals["steps"] % 3 == 2 and _decodes_last(engine): engine.scheduler.preempt_last()
         outputs, failed = engine.step()
         for error in failed.values(): raise error
         for out in outputs: found[int(out.request_id)] += out.token_ids

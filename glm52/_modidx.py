@@ -240,6 +240,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                            'glm52.cli.bench_kernels': ('cli.html#bench_kernels', 'glm52/cli.py'),
                            'glm52.cli.chat': ('cli.html#chat', 'glm52/cli.py'),
                            'glm52.cli.env': ('cli.html#env', 'glm52/cli.py'),
+                           'glm52.cli.exact': ('cli.html#exact', 'glm52/cli.py'),
                            'glm52.cli.generate': ('cli.html#generate', 'glm52/cli.py'),
                            'glm52.cli.inspect': ('cli.html#inspect', 'glm52/cli.py'),
                            'glm52.cli.main': ('cli.html#main', 'glm52/cli.py'),

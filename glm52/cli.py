@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'Model', 'AsDType', 'Device', 'MaxLen', 'said_plainly', 'main', 'version', 'DType', 'named', 'serve',
            'new_service', 'Talk', 'chat', 'ask', 'show_turn', 'generate', 'inspect', 'env', 'Switch', 'Ended', 'parse',
-           'render', 'bench', 'bench_kernels']
+           'render', 'bench', 'bench_kernels', 'exact']
 
 # %% ../nbs/30_cli.ipynb #90f40fd6
 import json, logging, os, sys
@@ -338,6 +338,18 @@ def bench_kernels(
     with said_plainly():
         if unknown := set(only or ()) - set(BENCHES): raise typer.BadParameter(f"no kernel called {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
         measure(out, only, typer.echo)
+
+# %% ../nbs/30_cli.ipynb #a71adb87
+@app.command()
+def exact(
+    model: Model = "glm52-nano",
+    quick: Annotated[bool, typer.Option(help="Fewer prompts, under five minutes.")] = False,
+    dtype: Annotated[DType, typer.Option(help="What to compute in.")] = DType.float32,
+):
+    "Promise 1 as a matrix: company, chunks, warm pages, preemption and temperature change no token. Exit code 1 if one differs."
+    from glm52.engine.exact import exact as check
+    with said_plainly():
+        if any(tally.differ for tally in check(model, quick=quick, dtype=dtype.value, say=typer.echo)): raise typer.Exit(1)
 
 # %% ../nbs/30_cli.ipynb #ac57d68b
 if __name__ == "__main__": main()

@@ -219,4 +219,4 @@ def test_a_turn_that_ends_in_thinking_is_counted():
         async for _ in pieces: pass
         return generation.reports, metrics.response().body.decode()
     reports, text = asyncio.run(run())
-    assert reports == {"ended_in_thinking": 1} and 'glm52_parser_reports_total{kind="ended_in_thinking"} 1.0' in text
+    assert reports == {"ended_in_thinking": 1} and 'glm52:parser_reports_total{kind="ended_in_thinking"} 1.0' in text

@@ -51,6 +51,7 @@ class _Settings(_Sizes):
     rope_scaling: dict | None = None    # YaRN, of DeepSeek-V3.2
     rope_interleave: bool = True        # adjacent pairs
     indexer_rope_interleave: bool = True  # false for DeepSeek-V3.2
+    index_hadamard: bool = False        # whether index queries and keys go through a Hadamard matrix, not in the file
     n_shared_experts: int = 1
     n_group: int = 1
     topk_group: int = 1
@@ -217,6 +218,7 @@ def _check(config: ModelConfig) -> None:
         value = getattr(config, key)
         if isinstance(value, int) and value <= 0: raise ConfigError(f"{key} = {value}, it must be positive")
     rules = {"qk_rope_head_dim must be even": config.qk_rope_head_dim % 2 == 0,
+             "index_hadamard needs an index_head_dim that is a power of two": not (config.index_hadamard and config.index_head_dim & (config.index_head_dim - 1)),
              "index_head_dim must be at least qk_rope_head_dim": config.index_head_dim >= config.qk_rope_head_dim,
              "num_experts_per_tok must not exceed n_routed_experts": config.num_experts_per_tok <= config.n_routed_experts,
              "n_group must divide n_routed_experts": config.n_routed_experts % config.n_group == 0,

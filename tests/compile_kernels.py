@@ -5,7 +5,13 @@ import sys
 
 TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "index_scores, six rows": ("index_scores", "fp8e4nv", 2, 3, False),
           "index_scores, prefill": ("index_scores", "fp8e4nv", 2, 4, True), "index_scores, bfloat16 pages": ("index_scores", "bf16", 2, 4, True),
-          "rms_norm": ("norm", False, 8192), "layer_norm": ("norm", True, 128), "rope": ("rope", True), "rope, half-split": ("rope", False)}
+          "rms_norm": ("norm", False, 8192), "layer_norm": ("norm", True, 128), "rope": ("rope", True), "rope, half-split": ("rope", False),
+          "prepare_queries": ("queries", True, True, False), "prepare_queries, BF16 pages, half-split": ("queries", False, False, False),
+          "prepare_queries, Hadamard": ("queries", True, True, True), "prepare_key": ("key", True, True, False),
+          "prepare_key, BF16 pages": ("key", False, True, False), "prepare_key, Hadamard, half-split": ("key", True, False, True),
+          "prepare_latent, FP8": ("latent", True, True), "prepare_latent, BF16": ("latent", False, True), "prepare_latent, half-split": ("latent", True, False),
+          "slots": ("slots",), "norm_quant": ("norm_quant", True, True, True), "add_rms_norm": ("norm_quant", True, True, False),
+          "norm_quant, FP8 alone": ("norm_quant", False, False, True)}
 TILELANG = {"topk, a cluster of 8 a row": ("topk", 8, 8192, 1024, 1, 4), "topk, a block a row": ("topk", 1, 8192, 512, 2, 4),
             "sparse_mla, 8 heads, 8 blocks a row": ("sparse_mla", 8, 8, 8, True),
             "sparse_mla, 64 heads, a block a row": ("sparse_mla", 64, 64, 1, True)}
@@ -44,6 +50,44 @@ def compile_rope(interleave):
     return compile_triton(rope._rotate_kernel, pointers, numbers, dict(INTERLEAVE=interleave, HALF=32, HEADS=16), 4)
 
 
+def compile_queries(scaled, interleave, spread):
+    from glm52.kernels import indexer_prepare
+    pointers = dict.fromkeys(("gate_ptr", "cos_ptr", "sin_ptr", "folded_ptr"), "fp32") | dict(x_ptr="bf16", q_ptr="fp8e4nv" if scaled else "bf16")
+    numbers = dict(row_stride="i32", gate_stride="i32", heads="i32", factor="fp32")
+    constants = dict(SCALED=scaled, HADAMARD=spread, INTERLEAVE=interleave, HALF=32, WIDTH=128, STEPS=7, HEADS=32, INTERPRETED=False)
+    return compile_triton(indexer_prepare._queries_kernel, pointers, numbers, constants, 4)
+
+
+def compile_key(scaled, interleave, spread):
+    from glm52.kernels import indexer_prepare
+    pointers = dict(x_ptr="bf16", weight_ptr="bf16", bias_ptr="bf16", cos_ptr="fp32", sin_ptr="fp32", slot_ptr="i64",
+                    page_ptr="fp8e4nv" if scaled else "bf16", scale_ptr="fp32" if scaled else "bf16")
+    numbers = dict(row_stride="i32", rows="i32", eps="fp32")
+    constants = dict(SCALED=scaled, HADAMARD=spread, INTERLEAVE=interleave, HALF=32, WIDTH=128, STEPS=7, ROWS=indexer_prepare.ROWS, INTERPRETED=False)
+    return compile_triton(indexer_prepare._key_kernel, pointers, numbers, constants, indexer_prepare.WARPS)
+
+
+def compile_latent(scaled, interleave):
+    from glm52.kernels import cache
+    pointers = dict(x_ptr="bf16", weight_ptr="bf16", cos_ptr="fp32", sin_ptr="fp32", slot_ptr="i64")
+    pointers |= dict(value_ptr="fp8e4nv", scale_ptr="fp32", rope_ptr="bf16") if scaled else dict.fromkeys(("value_ptr", "scale_ptr", "rope_ptr"), "bf16")
+    constants = dict(SCALED=scaled, INTERLEAVE=interleave, LATENT=512, HALF=32, GROUPS=4, INTERPRETED=False)
+    return compile_triton(cache._latent_kernel, pointers, dict(row_stride="i32", eps="fp32"), constants, cache.WARPS)
+
+
+def compile_slots():
+    from glm52.kernels import cache
+    pointers = dict(position_ptr="i32", table_ptr="i32", request_ptr="i64", slot_ptr="i64")
+    return compile_triton(cache._slots_kernel, pointers, dict.fromkeys(("position_stride", "table_stride", "width"), "i32"), dict(BLOCK=1024), 4)
+
+
+def compile_norm_quant(add, norm, quantise):
+    from glm52.kernels import norm_quant
+    pointers = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "norm_ptr"), "bf16") | dict(value_ptr="fp8e4nv", scale_ptr="fp32")
+    numbers = dict(x_stride="i32", delta_stride="i32", width="i32", eps="fp32")
+    return compile_triton(norm_quant._add_norm_kernel, pointers, numbers, dict(ADD=add, NORM=norm, QUANTISE=quantise, GROUPS=64, INTERPRETED=False), 8)
+
+
 def compile_tilelang(module, *shape):
     import importlib
     import tilelang
@@ -54,7 +98,7 @@ def compile_tilelang(module, *shape):
 
 def compile_one(kind, shape):
     if kind == "tilelang": return compile_tilelang(*shape)
-    return {"index_scores": compile_index_scores, "norm": compile_norm, "rope": compile_rope}[shape[0]](*shape[1:])
+    return globals()[f"compile_{shape[0]}"](*shape[1:])
 
 
 if __name__ == "__main__":

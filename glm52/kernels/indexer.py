@@ -157,7 +157,7 @@ def index_scores_fp8(
 
 # %% ../../nbs/04_indexer_kernel.ipynb #d0cacd5c
 def index_scores(
-    q: Tensor,            # [T, Hi, Di] bf16, fp16 or fp32
+    q: Tensor,            # [T, Hi, Di] bf16, fp16 or fp32, or e4m3 with their scales in the gate
     gate: Tensor,         # [T, Hi] fp32
     index_cache: Tensor,  # [pages, 64 * (Di + 4)] uint8, or [pages, 64, Di] of q's dtype
     page_table: Tensor,   # [B, pages] int32
@@ -171,7 +171,7 @@ def index_scores(
     _check(q, gate, index_cache, page_table, query_start, limit)
     if debug: _check_pages(index_cache, page_table, query_start, limit)
     if max_rows is None: max_rows = int((query_start[1:] - query_start[:-1]).max()) if len(q) else 1
-    if index_cache.dtype == torch.uint8:
+    if index_cache.dtype == torch.uint8 and q.dtype != torch.float8_e4m3fn:
         q, scale = _quantize(q)
         gate = gate * scale
     return index_scores_fp8(q, gate, index_cache, page_table, query_start.long(), limit, max(max_rows, 1), fill)

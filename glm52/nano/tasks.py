@@ -278,12 +278,12 @@ def draw_numbers(make: Maker, sign: str, digits: int) -> tuple:
 
 # %% ../../nbs/26_nano_tasks.ipynb #abc2e56c
 def arithmetic(make: Maker) -> Item:
-    "A sum or difference of two numbers; without thinking, steps are shown as soon as a number has three digits."
+    "A sum or difference of two numbers; without thinking, steps are shown as soon as a number has three digits or the result is negative."
     thinking, sign = make.thinks(0.55), make.pick("+-")
     a, b, key = draw_numbers(make, sign, 4 if make.chance(0.2) else 3 if make.chance(0.55) else 2)
     steps, equation = work_out(a, sign, b)
     question = make.pick(ADD if sign == "+" else SUB).format(a=a, b=b)
-    if max(a, b) > 99 and not thinking: equation = f"{steps}. So {equation}"
+    if (max(a, b) > 99 or sign == "-" and a < b) and not thinking: equation = f"{steps}. So {equation}"
     return Item("arithmetic", key, [user(question), reply(equation, steps)], thinking=thinking, kind="number")
 
 
@@ -956,6 +956,7 @@ def json_value(make: Maker) -> Item:
     if make.chance(0.5):
         sign = make.pick("+-")
         a, b, key = draw_numbers(make, sign, 2)
+        if sign == "-" and a < b: raise Again   # no room for steps
         name = make.pick(["result", "answer", "value"])
         text = make.pick(['What is {} {} {}? Reply with JSON only, key {}.', 'Give {} {} {} as JSON with the key {}.',
                           'Compute {} {} {}. Answer as JSON: {{"{}": number}}']).format(a, sign, b, name)
@@ -1016,7 +1017,7 @@ def chain(make: Maker) -> Item:
         if a < 0: raise Again
         steps, equation = work_out(a, sign, b)
         total = a + b if sign == "+" else a - b
-        answer = f"{steps}. So {equation}" if max(a, b) > 99 and not thinking else equation
+        answer = f"{steps}. So {equation}" if (max(a, b) > 99 or total < 0) and not thinking else equation
         messages += [user(question), reply(answer, steps)]
     return Item("follow-up", make.claim(key), messages, thinking=thinking, kind="number")
 
@@ -1152,9 +1153,9 @@ def long_talk(make: Maker) -> Item:
     return Item("follow-up", key, messages, thinking=thinking, kind=last.kind)
 
 # %% ../../nbs/26_nano_tasks.ipynb #a8b6a4d3
-MIXTURE = ((arithmetic, 13), (long_sum, 2.5), (times, 1), (lists, 24), (word_lists, 2), (lookup, 9), (tool_call, 20),
-           (tool_result, 6), (no_tool, 5), (ask_back, 1), (strict_json, 7), (json_value, 2), (keep_fact, 4), (chain, 3),
-           (list_again, 3), (tool_again, 4), (small_talk, 7), (long_talk, 3))
+MIXTURE = ((arithmetic, 13), (long_sum, 2.5), (times, 1), (lists, 18), (word_lists, 2), (lookup, 8), (tool_call, 24),
+           (tool_result, 8), (no_tool, 12), (ask_back, 3), (strict_json, 8), (json_value, 7), (keep_fact, 5), (chain, 6),
+           (list_again, 4), (tool_again, 6), (small_talk, 6), (long_talk, 3))
 FAMILIES = ("arithmetic", "sort", "lists", "lookup", "two-hop", "tools", "tool result", "no tool", "json", "follow-up", "talk")
 BY_FAMILY = {"arithmetic": (arithmetic, long_sum), "lists": (lists, word_lists), "sort": (lists,), "lookup": (lookup,),
              "two-hop": (lookup,), "tools": (tool_call,), "tool result": (tool_result,), "no tool": (no_tool, ask_back),
@@ -1173,12 +1174,14 @@ def held_out_items(
     count: int,       # how many
     seed: int = 0,
     pairs: int = 0,   # look-up tables of this size; 0 draws small ones
-) -> list:            # of `Item`, all from the held-out side
+) -> list:            # of `Item`, all from the held-out side, no two with the same key
     "Evaluation items of one family."
-    make, items = Maker(f"held out {family} {pairs} {seed}", held_out=True), []
+    make, items, keys = Maker(f"held out {family} {pairs} {seed}", held_out=True), [], set()
     while len(items) < count:
         task = BY_FAMILY[family][len(items) % len(BY_FAMILY[family])]
         if task is lookup: item = until(task, make, pairs, 1 if pairs else 0, -1.0, family)
         else: item = until(task, make)
-        if item.family == family: items.append(finish(make, item))
+        if item.family != family or item.key in keys: continue
+        keys.add(item.key)
+        items.append(finish(make, item))
     return items

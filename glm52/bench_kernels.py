@@ -7,7 +7,7 @@ __all__ = ['UNMEASURED', 'BENCHES', 'Row', 'source_sha', 'row', 'rival', 'bench_
            'bench_sparse_decode', 'index_pool', 'bench_index_scores', 'bench_index_prefill', 'bench_kernels']
 
 # %% ../nbs/28_bench_kernels.ipynb #7f54e495
-import ast, datetime, hashlib, importlib.util, inspect, json, time
+import ast, datetime, hashlib, importlib, importlib.util, inspect, json, time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -264,7 +264,15 @@ def bench_index_prefill(heads: int = 32, width: int = 128, rows: int = 4096) -> 
         yield row("index_scores_prefill", "glm52", us, floor, indexer, rel_err=error, batch=1, context=context, heads=heads, rows=rows, tokens=rows)
 
 # %% ../nbs/28_bench_kernels.ipynb #d53c0592
-BENCHES = {"topk": bench_topk, "sparse_decode_bf16": bench_sparse_decode, "index_scores": bench_index_scores}
+BENCHES: dict[str, Callable | str] = {"topk": bench_topk, "sparse_decode_bf16": bench_sparse_decode, "index_scores": bench_index_scores}   # a name, or "module:function" of a later chapter
+BENCHES |= {name: f"glm52.bench_fused:bench_{name}" for name in ("indexer_prepare", "cache_write", "norm_quant", "rope")}
+
+
+def _bench(target):
+    "Import `module:function`; a function passes through."
+    if callable(target): return target
+    module, function = target.split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def bench_kernels(
@@ -280,10 +288,10 @@ def bench_kernels(
     rows, failed, begun = [], {}, time.time()
     for name in names or BENCHES:
         try:
-            for found in BENCHES[name]():
+            for found in _bench(BENCHES[name])():
                 rows.append(asdict(found) | facts)
                 Path(out).write_text(json.dumps(rows, indent=0))
-                shape = " ".join(f"{k} {v}" for k in ("batch", "context", "heads", "rows") if (v := getattr(found, k)) is not None)
+                shape = " ".join(f"{k} {v}" for k in ("batch", "context", "heads", "rows", "tokens") if (v := getattr(found, k)) is not None)
                 say(f"{time.time() - begun:5.0f} s {found.kernel:20} {found.impl:14} {shape}: {found.us:9.2f} us, "
                     f"{found.roofline_share:.2f} of the roofline, error {found.rel_err}")
         except Exception as cause:

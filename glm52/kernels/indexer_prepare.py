@@ -22,9 +22,10 @@ def _turn(x, cos_ptr, sin_ptr, row, there, DTYPE: tl.constexpr, ROWS: tl.constex
     a, b = split_pairs(x, ROWS, WIDTH, HALF, INTERLEAVE)
     pair = tl.arange(0, WIDTH // 2)[None, :]
     turned = (pair < HALF) & there[:, None]
-    cos = tl.load(cos_ptr + row[:, None] * HALF + pair, mask=turned, other=1.0)
+    cos = tl.load(cos_ptr + row[:, None] * HALF + pair, mask=turned, other=0.0)
     sin = tl.load(sin_ptr + row[:, None] * HALF + pair, mask=turned, other=0.0)
-    x = join_pairs(a * cos - b * sin, b * cos + a * sin, ROWS, WIDTH, HALF, INTERLEAVE)
+    a, b = tl.where(turned, a * cos - b * sin, a), tl.where(turned, b * cos + a * sin, b)
+    x = join_pairs(a, b, ROWS, WIDTH, HALF, INTERLEAVE)
     return x.to(DTYPE).to(tl.float32)
 
 

@@ -22,7 +22,7 @@ from .runner import Runner, StepResult, TokenScore
 from .sampling import SamplingParams, draw_seed
 from .scheduler import FINISHED, PagePool, QueueFull, RequestRefused, Scheduler, Sequence
 from ..model.checkpoint import CheckpointError, load_model, resolve_model
-from ..model.decoder import Decoder
+from ..model.decoder import Caches, Decoder
 from ..ops.cache import PAGE_SIZE
 
 # %% ../../nbs/18_engine.ipynb #cefaae52
@@ -155,12 +155,15 @@ class Engine:
         num_pages: int | None = None,         # pages of 64 tokens; None: what memory allows
         max_waiting: int = 10_000,            # sequences that may wait
         enable_prefix_caching: bool = True,   # whether requests that begin alike share pages
+        latent_cache: str = "auto",           # "fp8": 656 bytes a token and layer instead of the model's own dtype
+        index_cache: str = "auto",            # "fp8": 132 bytes a token and full layer
     ):
         if max_model_len is not None and max_model_len > decoder.config.max_position_embeddings:
             raise ValueError(f"max_model_len is {max_model_len}, but the model was made for {decoder.config.max_position_embeddings} positions")
-        pages = num_pages if num_pages is not None else default_pages(decoder, max_num_seqs, max_model_len)
+        pages = num_pages if num_pages is not None else default_pages(decoder, max_num_seqs, max_model_len, latent_cache, index_cache)
         self.max_model_len = max_model_len or min(decoder.config.max_position_embeddings, pages * PAGE_SIZE)
-        self.decoder, self.tokenizer, self.runner = decoder, tokenizer, Runner(decoder, pages)
+        caches = Caches.new(decoder.config, pages, decoder.dtype, decoder.device, latent_cache, index_cache)
+        self.decoder, self.tokenizer, self.runner = decoder, tokenizer, Runner(decoder, pages, caches)
         pool = PrefixCache(pages, PAGE_SIZE, version=1) if enable_prefix_caching else PagePool(pages)
         self.scheduler = Scheduler(pool, self.max_model_len, max_num_seqs, max(max_num_batched_tokens, max_num_seqs), max_waiting)
         self.vocab_size, self.weights_version = decoder.config.vocab_size, 1
@@ -182,16 +185,20 @@ class Engine:
         "Which implementation runs each op, and why."
         return [{"op": op, "implementation": name, "why": why} for op, name, why in self.decoder.backends.table()]
 
-
+# %% ../../nbs/18_engine.ipynb #59430f1b
 def default_pages(
     decoder: Decoder,
     max_num_seqs: int,
     max_model_len: int | None,
+    latent_cache: str = "auto",
+    index_cache: str = "auto",
 ) -> int:
     "On a GPU as many pages as fit into 90 % of what is free; on the CPU 2 GB, or more if one sequence needs it. Never more than all sequences could fill."
     config = decoder.config
     longest = -(-(max_model_len or config.max_position_embeddings) // PAGE_SIZE)
-    page = PAGE_SIZE * config.cache_bytes_per_token(*["bf16" if decoder.dtype == torch.bfloat16 else "fp32"] * 2, mtp=True)
+    own = "bf16" if decoder.dtype == torch.bfloat16 else "fp32"
+    latent, index = (own if kind == "auto" else kind for kind in (latent_cache, index_cache))
+    page = PAGE_SIZE * config.cache_bytes_per_token(latent, index, mtp=True)
     if decoder.device.type == "cuda": room = int(0.9 * torch.cuda.mem_get_info(decoder.device)[0]) // page
     else: room = max(2 * 10**9 // page, longest)
     return max(min(room, longest * max_num_seqs), 1)
@@ -405,13 +412,14 @@ class LLM:
         tokenizer: Tokenizer | None = None,           # None: the checkpoint's
         dtype: str | torch.dtype | None = None,       # "bfloat16" or "float32"; None: the checkpoint's
         device: str | torch.device | None = None,     # None: the GPU if there is one
+        quantize: str | None = None,                  # "all" or "moe-only": FP8 made while loading
         seed: int | None = None,                      # requests without a seed get seeds that follow from this one
         **limits,                                     # max_model_len, max_num_seqs, max_num_batched_tokens, num_pages: see `Engine`
     ):
         loaded = not isinstance(model, (str, Path))
         self.defaults = SamplingParams(max_tokens=None) if loaded else SamplingParams(max_tokens=None, **generation_defaults(resolve_model(model)))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
-        decoder = model if loaded else load_model(model, dtype=dtype, device=device)
+        decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize)
         self.engine, self.seed, self.count = Engine(decoder, tokenizer, **limits), seed, 0
 
     @property
@@ -510,11 +518,12 @@ class AsyncEngine:
         tokenizer: Tokenizer | None = None,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
+        quantize: str | None = None,                  # "all" or "moe-only": FP8 made while loading
         **limits,                                     # see `Engine`
     ):
         loaded = not isinstance(model, (str, Path))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
-        decoder = model if loaded else load_model(model, dtype=dtype, device=device)
+        decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize)
         self.engine = Engine(decoder, tokenizer, **limits)
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, self.engine.max_model_len, self.engine.vocab_size
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()   # functions to run in the engine's thread; None ends it

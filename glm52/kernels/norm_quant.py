@@ -91,9 +91,9 @@ def norm_quant(
 
 def add_rms_norm(
     x: Tensor,       # [T, d] bf16, fp16 or fp32
-    delta: Tensor,   # [T, d] x's dtype
+    delta: Tensor | None,  # [T, d] x's dtype; None: nothing is added
     weight: Tensor,  # [d]
     eps: float,      # added to the mean square
 ) -> tuple[Tensor, Tensor]:  # x + delta and its norm, both [T, d] in x's dtype
-    "The two things a layer needs between its halves."
+    "The two things a layer needs before each of its halves."
     return norm_quant(x, delta, weight, eps, quantised=False)[:2]

@@ -310,11 +310,12 @@ class Layer:
         sparse = layer >= c.num_hidden_layers or c.mlp_layer_types[layer] == "sparse"
         self.feed_forward = (Experts if sparse else Dense)(layer, weights, backends)
 
-    def __call__(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        b = self.backends
-        branch = self.attention(b.rms_norm(x, self.input_norm, self.eps), step, caches)
-        x, h = b.add_rms_norm(x, branch, self.post_norm, self.eps)
-        return x + self.feed_forward(h, step)
+    def __call__(self, x: Tensor, branch: Tensor | None, step: Step, caches: Caches) -> tuple[Tensor, Tensor]:
+        "x, and what the layer below would add to it -> x, and what this layer would add to it."
+        add_and_norm = self.backends.add_rms_norm
+        x, h = add_and_norm(x, branch, self.input_norm, self.eps)
+        x, h = add_and_norm(x, self.attention(h, step, caches), self.post_norm, self.eps)
+        return x, self.feed_forward(h, step)
 
 
 class MtpLayer:
@@ -331,7 +332,7 @@ class MtpLayer:
         b, eps = self.backends, self.config.rms_norm_eps
         token = b.rms_norm(self.embed[step.plan.token_ids], self.enorm, eps)
         x = b.linear(torch.cat([token, b.rms_norm(hidden, self.hnorm, eps)], -1), self.eh_proj)
-        return b.rms_norm(self.layer(x, step, caches), self.norm, eps)
+        return b.add_rms_norm(*self.layer(x, None, step, caches), self.norm, eps)[1]
 
 # %% ../../nbs/10_model.ipynb #9a67e313
 @dataclass
@@ -367,12 +368,13 @@ class Decoder:
     def forward(self, plan: StepPlan, caches: Caches, capture: Capture | None = None) -> Tensor:
         "Hidden states [T, d] after the final norm, one for each row of the plan."
         step = Step(self.config, plan, self.inv_freq)
-        x = self.embed[plan.token_ids]
+        x, branch = self.embed[plan.token_ids], None      # the residual stream, and what is still to be added to it
         for layer in self.layers:
-            if capture is not None and capture.hidden is not None: capture.hidden.append(x)
-            x = layer(x, step, caches)
+            if capture is not None and capture.hidden is not None: capture.hidden.append(x if branch is None else x + branch)
+            x, branch = layer(x, branch, step, caches)
+        x, out = self.backends.add_rms_norm(x, branch, self.norm, self.config.rms_norm_eps)
         if capture is not None: capture.take(self.config, step, x)
-        return self.backends.rms_norm(x, self.norm, self.config.rms_norm_eps)
+        return out
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -50,13 +50,13 @@ def rms_norm_torch(
 
 def add_rms_norm(
     x: Tensor,       # [T, d] the residual stream, model dtype
-    delta: Tensor,   # [T, d] what a branch adds to it
+    delta: Tensor | None,  # [T, d] what a branch adds to it; None: nothing
     weight: Tensor,  # [d]
     eps: float,
     rms_norm: Callable = rms_norm_torch,  # the bound implementation
 ) -> tuple[Tensor, Tensor]:  # x + delta and its norm, both [T, d] in the model dtype
-    "The two things a layer needs between its halves; the sum is rounded before it is normed."
-    x = x + delta
+    "The two things a layer needs before each of its halves; the sum is rounded before it is normed."
+    if delta is not None: x = x + delta
     return x, rms_norm(x, weight, eps)
 
 

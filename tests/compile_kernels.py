@@ -1,7 +1,10 @@
 """Compile kernels for sm_90a without a GPU, as a program: `compile_kernels.py triton` or `compile_kernels.py tilelang`. One JSON line a kernel."""
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
 
 TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "index_scores, six rows": ("index_scores", "fp8e4nv", 2, 3, False),
           "index_scores, prefill": ("index_scores", "fp8e4nv", 2, 4, True), "index_scores, bfloat16 pages": ("index_scores", "bf16", 2, 4, True),
@@ -11,10 +14,40 @@ TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "in
           "prepare_key, BF16 pages": ("key", False, True, False), "prepare_key, Hadamard, half-split": ("key", True, False, True),
           "prepare_latent, FP8": ("latent", True, True), "prepare_latent, BF16": ("latent", False, True), "prepare_latent, half-split": ("latent", True, False),
           "slots": ("slots",), "norm_quant": ("norm_quant", True, True, True), "add_rms_norm": ("norm_quant", True, True, False),
-          "norm_quant, FP8 alone": ("norm_quant", False, False, True)}
+          "norm_quant, FP8 alone": ("norm_quant", False, False, True),
+          "linear_fp8, few rows": ("linear", "few", 64, 16, 4, 4), "linear_fp8, 64 rows": ("linear", "few", 64, 64, 3, 4),
+          "linear_fp8, many rows": ("linear", "many", 128, 128, 3, 8), "quantize_rows": ("linear", "rows", 0, 0, 0, 4),
+          "experts, few rows": ("experts", "few", 64, 16, 3, 4, False), "experts, few rows in order": ("experts", "few", 64, 16, 3, 4, True),
+          "experts, many rows": ("experts", "many", 128, 64, 3, 4, True), "experts, combine": ("experts", "combine", 1024, 0, 0, 4, True),
+          "router": ("router", True), "router, a program a group": ("router", False), "route": ("router", None),
+          "schedule, count": ("schedule", "count"), "schedule, tiles": ("schedule", "tile"), "schedule, place": ("schedule", "place")}
 TILELANG = {"topk, a cluster of 8 a row": ("topk", 8, 8192, 1024, 1, 4), "topk, a block a row": ("topk", 1, 8192, 512, 2, 4),
             "sparse_mla, 8 heads, 8 blocks a row": ("sparse_mla", 8, 8, 8, True),
             "sparse_mla, 64 heads, a block a row": ("sparse_mla", 64, 64, 1, True)}
+
+
+def registers(ptx):
+    "Registers a thread and bytes spilled, as the assembler reports them."
+    from triton.backends.nvidia.compiler import get_ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "kernel.ptx")
+        with open(source, "w") as f: f.write(ptx)
+        said = subprocess.run([get_ptxas(90).path, "-v", "-arch=sm_90a", source, "-o", os.path.join(folder, "kernel.cubin")],
+                              capture_output=True, text=True, check=True).stderr
+    return {"registers": int(re.search(r"Used (\d+) registers", said)[1]), "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1])}
+
+
+def compile_aligned(kernel, pointers, numbers, constants, warps, aligned=()):
+    "With pointers, and the numbers in `aligned`, known to be multiples of 16, as they are in the model."
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    signature = {n: "*" + pointers[n] if n in pointers else numbers.get(n, "constexpr") for n in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in pointers or n in aligned}
+    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": warps, "launch_pdl": True})
+    return {"compiler": triton.__version__, "wgmma": "wgmma" in made.asm["ptx"], "asynchronous": "cp.async" in made.asm["ptx"],
+            "fp8": "e4m3.e4m3" in made.asm["ptx"], "binary": len(made.asm["cubin"]), "shared": made.metadata.shared, **registers(made.asm["ptx"])}
 
 
 def compile_triton(kernel, pointers, numbers, constants, warps):
@@ -86,6 +119,62 @@ def compile_norm_quant(add, norm, quantise):
     pointers = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "norm_ptr"), "bf16") | dict(value_ptr="fp8e4nv", scale_ptr="fp32")
     numbers = dict(x_stride="i32", delta_stride="i32", width="i32", eps="fp32")
     return compile_triton(norm_quant._add_norm_kernel, pointers, numbers, dict(ADD=add, NORM=norm, QUANTISE=quantise, GROUPS=64, INTERPRETED=False), 8)
+
+
+def compile_linear(form, tile_n, rows, stages, warps):
+    from glm52.kernels import fp8
+    weight = dict(w_ptr="fp8e4nv", scale_ptr="fp32", out_ptr="bf16")
+    if form == "few":
+        return compile_aligned(fp8._few_rows_kernel, weight | dict(x_ptr="bf16", part_ptr="fp32", count_ptr="i32"),
+                               dict.fromkeys(("rows", "N", "K", "x_stride", "per"), "i32"),
+                               dict(SPLITS=8, TILE=tile_n, ROWS=rows, STAGES=stages, PDL=True, SOFT=False), warps, ("N", "K", "x_stride"))
+    if form == "rows":
+        return compile_aligned(fp8._quantize_kernel, dict(x_ptr="bf16", q_ptr="fp8e4nv", scale_ptr="fp32"),
+                               dict.fromkeys(("K", "x_stride", "scale_stride"), "i32"), dict(GROUPS=16, PDL=True, SOFT=False), warps, ("K", "x_stride"))
+    return compile_aligned(fp8._many_rows_kernel, weight | dict(q_ptr="fp8e4nv", q_scale_ptr="fp32"), dict.fromkeys(("rows", "N", "K", "q_scale_stride"), "i32"),
+                           dict(TILE_M=rows, TILE_N=tile_n, GROUP=8, STAGES=stages, PDL=True), warps, ("N", "K"))
+
+
+def experts_first(form, tile, rows, stages, warps, ordered):
+    from glm52.kernels import moe
+    import triton.language as tl
+    numbers = dict.fromkeys(("pairs", "tokens", "top_k", "tiles", "shared", "x_stride", "q_scale_stride", "h_scale_stride"), "i32")
+    pointers = dict(w_ptr="fp8e4nv", scale_ptr="fp32", shared_ptr="fp8e4nv", shared_scale_ptr="fp32", ids_ptr="i64", order_ptr="i32", tile_ptr="i32")
+    constants = dict(width=6144, inner=2048, ROWS=rows, STAGES=stages, PDL=True)
+    if form == "few":
+        constants |= dict(SORTED=ordered, PAIRS=16, TILE=tile, SOFT=False)
+        return (compile_aligned(moe._gate_up_few, pointers | dict(x_ptr="bf16", h_ptr="bf16"), numbers, constants, warps, ("x_stride",)),
+                compile_aligned(moe._down_few, pointers | dict(h_ptr="bf16", y_ptr="bf16"), numbers, constants, warps))
+    pointers |= dict(q_ptr="fp8e4nv", q_scale_ptr="fp32", h_ptr="fp8e4nv", h_scale_ptr="fp32", y_ptr="bf16")
+    return (compile_aligned(moe._gate_up_many, pointers, numbers, constants | dict(SOFT=False, DTYPE=tl.bfloat16), warps),
+            compile_aligned(moe._down_many, pointers, numbers, constants | dict(TILE=tile), warps))
+
+
+def compile_experts(form, *rest):
+    if form != "combine":
+        both = experts_first(form, *rest)
+        return both[0] | {name: max(found[name] for found in both) for name in ("registers", "spilled", "shared")} | {
+            name: all(found[name] for found in both) for name in ("wgmma", "fp8", "asynchronous")}
+    from glm52.kernels import moe
+    return compile_aligned(moe._combine_kernel, dict(y_ptr="bf16", weights_ptr="fp32", out_ptr="bf16"), dict(pairs="i32", width="i32"),
+                           dict(TOP_K=8, SHARED=True, TILE=rest[0], PDL=True), 4, ("width",))
+
+
+def compile_router(split):
+    from glm52.kernels import moe
+    pointers = dict(x_ptr="bf16", w_ptr="bf16", bias_ptr="fp32", logits_ptr="fp32", ids_ptr="i64", weights_ptr="fp32", part_ptr="fp32", count_ptr="i32")
+    constants = dict(K=8, SLOTS=8, EXPERTS=256, NORM=True, PDL=True)
+    numbers = dict(rows="i32", width="i32", x_stride="i32", scaling="fp32")
+    if split is None: return compile_aligned(moe._route_kernel, pointers, numbers, constants | dict(ROWS=4), 4)
+    constants |= dict(ROWS=16 if split else 32, SLICE=128, SLICES=48, SPLIT=split, WIDE=False)
+    return compile_aligned(moe._router_kernel, pointers, numbers, constants, 8, ("width", "x_stride"))
+
+
+def compile_schedule(part):
+    from glm52.kernels import moe
+    pointers = dict(ids_ptr="i64", hist_ptr="i32", first_ptr="i32", order_ptr="i32", tile_ptr="i32")
+    constants = dict(EXPERTS=256, PDL=True) | (dict(ROWS=16) if part == "tile" else dict(CHUNK=256))
+    return compile_aligned(getattr(moe, f"_{part}_kernel"), pointers, dict.fromkeys(("pairs", "chunks", "tiles"), "i32"), constants, 4 if part == "tile" else 8)
 
 
 def compile_tilelang(module, *shape):

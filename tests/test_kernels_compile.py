@@ -28,6 +28,9 @@ def judge_triton(found):
     for name, facts in found.items():
         if name.startswith("index_scores"):
             assert facts["wgmma"] and facts["asynchronous"], f"{name}: no matrix instruction of Hopper, or loads that wait: {facts}"
+        if name.startswith(("linear_fp8", "experts, few", "experts, many")):
+            assert facts["wgmma"] and facts["fp8"] and facts["asynchronous"], f"{name}: no FP8 matrix instruction, or loads that wait: {facts}"
+        assert facts.get("spilled", 0) == 0 or facts["compiler"] != "3.6.0", f"{name}: {facts['spilled']} bytes do not fit the registers: {facts}"
         assert 0 <= facts["shared"] <= 227 * 1024 and facts["binary"] > 1000
 
 

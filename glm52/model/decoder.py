@@ -22,7 +22,7 @@ from .parallel import World
 from .plan import RequestRows, StepPlan
 from ..ops import cache as cache_op, indexer, moe as moe_op, norm, sparse_mla as mla, topk as topk_op
 from ..ops.cache import new_index_cache, new_latent_cache, positions_to_slots
-from ..ops.fp8 import CHUNK, ROWS, Fp8Weight, dequantize_weight, least_rows, linear
+from ..ops.fp8 import CHUNK, ROWS, Fp8Weight, dequantize_weight, least_rows, linear, linear_triton
 from ..ops.moe import swiglu
 from ..ops.rope import cos_sin, inv_freq, rotate
 from ..ops.topk import select
@@ -31,7 +31,7 @@ from ..ops.topk import select
 IMPLEMENTATIONS = {
     "rms_norm": norm.RMS_NORM_IMPLEMENTATIONS, "layer_norm": norm.LAYER_NORM_IMPLEMENTATIONS,
     "rope": {"torch": rotate, "triton": "glm52.kernels.rope:rotate"},
-    "linear": {"torch": linear}, "index_scores": indexer.IMPLEMENTATIONS, "topk": topk_op.IMPLEMENTATIONS,
+    "linear": {"torch": linear, "triton": linear_triton}, "index_scores": indexer.IMPLEMENTATIONS, "topk": topk_op.IMPLEMENTATIONS,
     "prepare_queries": indexer.PREPARE_QUERIES_IMPLEMENTATIONS, "prepare_key": cache_op.PREPARE_KEY_IMPLEMENTATIONS,
     "prepare_latent": cache_op.PREPARE_LATENT_IMPLEMENTATIONS, "slots": cache_op.SLOTS_IMPLEMENTATIONS, "add_rms_norm": norm.ADD_RMS_NORM_IMPLEMENTATIONS,
     "sparse_mla": mla.IMPLEMENTATIONS, "route": moe_op.ROUTE_IMPLEMENTATIONS, "moe": moe_op.MOE_IMPLEMENTATIONS}
@@ -40,7 +40,7 @@ IMPLEMENTATIONS = {
 def _unmeasured(device, config, dtype): return "no figure of the kernel is stored yet; it runs where it is asked for by name"
 
 
-KERNEL_LIMITS = dict.fromkeys(("rms_norm", "layer_norm", "rope", "prepare_queries", "prepare_key", "prepare_latent", "slots", "add_rms_norm"), _unmeasured)
+KERNEL_LIMITS = dict.fromkeys(("linear", "route", "moe", "rms_norm", "layer_norm", "rope", "prepare_queries", "prepare_key", "prepare_latent", "slots", "add_rms_norm"), _unmeasured)
 KERNEL_LIMITS |= {"index_scores": indexer.kernel_limit, "topk": topk_op.kernel_limit, "sparse_mla": mla.kernel_limit}     # why not, or None
 SEPARATE = {"prepare_queries": ("rope",), "prepare_key": ("layer_norm", "rope"), "prepare_latent": ("rms_norm", "rope"), "add_rms_norm": ("rms_norm",)}
 
@@ -273,9 +273,9 @@ class Dense:
     def __init__(self, layer: int, weights: Weights, backends: Backends):
         p = f"model.layers.{layer}.mlp."
         self.gate_up = weights.matrix(p + "gate_proj.weight", p + "up_proj.weight")
-        self.down = weights.matrix(p + "down_proj.weight")
+        self.down, self.backends = weights.matrix(p + "down_proj.weight"), backends
 
-    def __call__(self, h: Tensor, step: Step) -> Tensor: return swiglu(h, self.gate_up, self.down)
+    def __call__(self, h: Tensor, step: Step) -> Tensor: return swiglu(h, self.gate_up, self.down, self.backends.linear)
 
 
 class Experts:
@@ -290,13 +290,15 @@ class Experts:
         p += "shared_experts."
         self.shared_gate_up = weights.matrix(p + "gate_proj.weight", p + "up_proj.weight")
         self.shared_down = weights.matrix(p + "down_proj.weight")
+        self.folded = backends.moe.name == "triton"      # that kernel takes the shared expert as one more
 
     def __call__(self, h: Tensor, step: Step) -> Tensor:
         c, b = self.config, self.backends
         logits = b.linear(h, self.router, torch.float32)
         ids, weights = b.route(logits, self.bias, c.num_experts_per_tok, c.n_group, c.topk_group, c.norm_topk_prob, c.routed_scaling_factor)
         step.experts[self.layer] = ids
-        return b.moe(h, ids, weights, self.gate_up, self.down) + swiglu(h, self.shared_gate_up, self.shared_down)
+        if self.folded: return b.moe(h, ids, weights, self.gate_up, self.down, (self.shared_gate_up, self.shared_down))
+        return b.moe(h, ids, weights, self.gate_up, self.down) + swiglu(h, self.shared_gate_up, self.shared_down, b.linear)
 
 # %% ../../nbs/10_model.ipynb #1f47e738
 class Layer:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['BLOCK', 'E4M3_MAX', 'CHUNK', 'ROWS', 'LINEAR_FP8_IMPLEMENTATIONS', 'Fp8Weight', 'quantize_weight',
            'dequantize_weight', 'quantize_activation', 'dequantize_activation', 'quantize_index', 'hadamard',
-           'cancelling', 'least_rows', 'linear', 'naive_linear_fp8', 'RowCheck', 'row_invariance_report']
+           'cancelling', 'least_rows', 'linear', 'naive_linear_fp8', 'linear_triton', 'RowCheck',
+           'row_invariance_report']
 
 # %% ../../nbs/03_fp8.ipynb #6211029d
 import functools
@@ -190,7 +191,20 @@ def naive_linear_fp8(
     return linear(seen, dequantize_weight(weight, torch.float32)).to(out_dtype or x.dtype)
 
 
-LINEAR_FP8_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_linear_fp8}
+LINEAR_FP8_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_linear_fp8, "triton": "glm52.kernels.fp8:linear_fp8"}
+
+
+@functools.cache
+def _fp8_kernel(): return resolve("linear_fp8", LINEAR_FP8_IMPLEMENTATIONS, "triton").function
+
+
+def linear_triton(
+    x: Tensor,                   # [T, in], model dtype
+    weight: Tensor | Fp8Weight,  # [out, in]
+    out_dtype: torch.dtype | None = None,  # of the result; None: x's
+) -> Tensor:                     # [T, out]
+    "`linear` with FP8 weights multiplied by [our kernel](03_fp8_kernel.ipynb); plain weights as ever."
+    return (_fp8_kernel() if isinstance(weight, Fp8Weight) else linear)(x, weight, out_dtype)
 
 # %% ../../nbs/03_fp8.ipynb #567e8c8f
 class RowCheck(NamedTuple):

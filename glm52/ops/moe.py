@@ -56,7 +56,7 @@ def sum_in_order(
     return total
 
 
-ROUTE_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_route}
+ROUTE_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": naive_route, "triton": "glm52.kernels.moe:route"}
 
 # %% ../../nbs/08_moe.ipynb #2f5fdcd7
 def route(
@@ -96,9 +96,10 @@ def swiglu(
     x: Tensor,                    # [T, d] model dtype
     gate_up: Tensor | Fp8Weight,  # [2I, d], gate rows first
     down: Tensor | Fp8Weight,     # [d, I]
+    product: Callable = linear,   # of rows and a weight
 ) -> Tensor:                      # [T, d] model dtype
     "One gated network: a dense layer, the shared expert, a routed expert. No row feels the others."
-    return linear(_silu_mul(linear(x, gate_up)), down)
+    return product(_silu_mul(product(x, gate_up)), down)
 
 
 def expert(
@@ -185,7 +186,7 @@ def _large_experts(x, owner, gate_up, down):
     return out
 
 
-MOE_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": moe_torch}
+MOE_IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": moe_torch, "triton": "glm52.kernels.moe:moe_fp8"}
 
 # %% ../../nbs/08_moe.ipynb #3fe283c8
 def moe(

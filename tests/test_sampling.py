@@ -1,4 +1,5 @@
 """Sampling: validation, the noise, the stages, and rows that do not know their neighbours."""
+import hashlib
 import math
 
 import numpy as np
@@ -6,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from glm52.engine.sampling import (MAX_STOP, SamplingError, SamplingParams, SamplingTable, TokenCounts, gumbel_noise, naive_philox,
-                                   naive_process, order_key, philox, random_words, sample, sampling_batch, unpack_mask)
+from glm52.engine.sampling import (MAX_STOP, SamplingError, SamplingParams, SamplingTable, TokenCounts, fixed_log, gumbel_noise,
+                                   naive_philox, naive_process, order_key, philox, random_words, sample, sampling_batch, unpack_mask,
+                                   weight_limit, whole_weight)
 
 LOW = 0xFFFFFFFF
 
@@ -95,6 +97,33 @@ def test_noise_is_finite_at_both_ends():
     noise = gumbel_noise(torch.arange(50), torch.arange(50), torch.zeros(50, dtype=torch.int64), 3001)
     assert noise.isfinite().all() and -3 < noise.min() and noise.max() < 23
     assert abs(noise.mean().item() - 0.5772) < 0.01 and abs(noise.std().item() - math.pi / 6 ** 0.5) < 0.01
+
+
+def test_noise_and_weights_are_these_bits():
+    "On every device: the kernel's tests compare it with these forms, and this one pins them."
+    digest = lambda x: hashlib.sha256(x.numpy().tobytes()).hexdigest()[:16]
+    noise = gumbel_noise(torch.arange(6) * 10**15, torch.arange(6) + 3, torch.zeros(6, dtype=torch.int64), 50_000)
+    assert digest(noise) == "e210278dd0e3b393"
+    assert digest(whole_weight(torch.arange(400_001) / -10_000)) == "5507b07071edb924"
+
+
+def test_the_written_logarithm_and_exponential_are_right():
+    x = torch.cat([torch.logspace(-37, 38, 100_000), torch.linspace(0.5, 2, 100_000)])
+    exact = x.double().log()
+    assert ((fixed_log(x, x - 1) - exact).abs() / exact.abs().clamp_min(1e-3)).max() < 2e-7
+    near = torch.logspace(-38, -1, 10_000)
+    assert ((fixed_log(1 - near, -near) + near.double().neg().log1p().neg()) / near).abs().max() < 2e-7
+    z = torch.linspace(-30, 0, 300_001)
+    weights = whole_weight(z)
+    assert (weights * 2.0 ** -44 - z.double().exp()).abs().max() < 2e-7 and (weights.diff() >= 0).all()
+    assert whole_weight(torch.tensor([0.0, -31.0, -math.inf])).tolist() == [2**44, 0, 0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 2**62), st.floats(2.0 ** -30, 1, width=32, exclude_max=True))
+def test_the_limit_of_top_p_is_exact(total, top_p):
+    want = max(total * math.ceil(top_p * 2**24) >> 24, 1)
+    assert weight_limit(torch.tensor([total]), torch.tensor([top_p])).item() == want
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.3}, {"temperature": 1.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05}])

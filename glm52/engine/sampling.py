@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAX_STOP', 'MAX_STOP_LENGTH', 'MAX_BIASES', 'MAX_LOGPROBS', 'MAX_N', 'MAX_BIAS', 'MAX_PENALTY', 'MULTIPLIERS', 'WEYL',
-           'SamplingError', 'SamplingParams', 'draw_seed', 'naive_philox', 'philox', 'random_words', 'gumbel_noise',
-           'naive_process', 'SamplingTable', 'SamplingBatch', 'sampling_batch', 'TokenCounts', 'order_key',
-           'unpack_mask', 'process', 'scaled', 'Samples', 'top_logprobs', 'sample']
+           'UNIT', 'SamplingError', 'SamplingParams', 'draw_seed', 'naive_philox', 'philox', 'random_words',
+           'fixed_log', 'gumbel_noise', 'whole_weight', 'weight_limit', 'naive_process', 'SamplingTable',
+           'SamplingBatch', 'sampling_batch', 'TokenCounts', 'order_key', 'unpack_mask', 'process', 'filtered',
+           'scaled', 'Samples', 'top_logprobs', 'sample']
 
 # %% ../../nbs/13_sampling.ipynb #81e42a9f
 import math, numbers, secrets
@@ -188,6 +189,26 @@ def random_words(
     return torch.stack(words, -1).flatten(1)[:, :vocab_size]
 
 # %% ../../nbs/13_sampling.ipynb #6c2f64b9
+_LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
+        -2.4999993993e-1, 3.3333331174e-1)
+_LN2 = 0.693359375, 2.12194440e-4     # log 2 is the first, whose products with small integers are exact, minus the second
+
+
+def fixed_log(
+    x: Tensor,      # fp32, positive, not denormal
+    less_1: Tensor,  # fp32, x - 1, which counts where x lies between 0.71 and 1.41
+) -> Tensor:        # fp32 log x, to the last bit or the one before
+    "The logarithm as operations whose results no device may choose: no fused multiply-add, no table."
+    bits = x.contiguous().view(torch.int32)
+    exponent = (bits - 0x3F3504F3) >> 23       # so that what is left lies between sqrt(1/2) and sqrt(2)
+    f = (bits - (exponent << 23)).view(torch.float32) - 1.0
+    f, k = torch.where(exponent == 0, less_1, f), exponent.to(torch.float32)
+    square, y = f * f, f * _LOG[0] + _LOG[1]
+    for c in _LOG[2:]: y = y * f + c
+    y = y * f * square - k * _LN2[1] - square * 0.5
+    return f + y + k * _LN2[0]
+
+
 def gumbel_noise(
     seed: Tensor,      # [N] int64
     position: Tensor,  # [N] int64, of the token being sampled
@@ -197,8 +218,35 @@ def gumbel_noise(
 ) -> Tensor:           # [N, V] fp32, between -2.9 and 22.9
     "Gumbel noise of every token, a function of its arguments."
     words = random_words(seed, position, choice, vocab_size, purpose)
-    uniform = words.to(torch.float32).add_(0.5).mul_(2.0 ** -32).clamp_(max=1 - 2.0 ** -24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    u = words.to(torch.float32).add_(0.5).mul_(2.0 ** -32).clamp_(max=1 - 2.0 ** -24)
+    exponential = -fixed_log(1 - u, -u)
+    return -fixed_log(exponential, exponential - 1)
+
+# %% ../../nbs/13_sampling.ipynb #160366be
+_EXP = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
+UNIT = 44                             # weights are multiples of 2 ** -44
+
+
+def whole_weight(
+    z: Tensor,  # fp32, at most 0
+) -> Tensor:    # int64 exp(z), in units of 2 ** -44; 0 for what is smaller
+    "The exponential as a whole number, the same on every device."
+    z = z.clamp(min=-40.0)
+    n = (z * 1.44269504 + 12582912.0) - 12582912.0     # rounded to an integer: fp32 has no bits for more
+    r = z - n * _LN2[0] + n * _LN2[1]
+    y = r * _EXP[0] + _EXP[1]
+    for c in _EXP[2:]: y = y * r + c
+    y = y * (r * r) + r + 1.0                          # exp(r), between 0.7 and 1.42
+    return ((y * 2.0 ** 24).to(torch.int64) << (UNIT - 24)) >> (-n).to(torch.int64)
+
+
+def weight_limit(
+    total: Tensor,  # int64, sum of weights
+    top_p: Tensor,  # fp32, above 0 and below 1
+) -> Tensor:        # int64
+    "The sum of weights that the kept tokens have to reach: top_p of the total, at least 1."
+    share = torch.ceil(top_p * 2.0 ** 24).to(torch.int64)
+    return ((total >> 24) * share + (((total & 0xFFFFFF) * share) >> 24)).clamp_(min=1)   # no product has more than 63 bits
 
 # %% ../../nbs/13_sampling.ipynb #40d670ee
 def naive_process(
@@ -224,10 +272,11 @@ def naive_process(
     if params.min_p > 0: z[z < math.log(params.min_p)] = -torch.inf
     order = sorted(range(len(z)), key=lambda v: (-z[v].item(), v))
     if params.top_k > 0: z[order[params.top_k:]] = -torch.inf
-    before, p = 0.0, z.softmax(0)
+    weights, before = whole_weight(z).tolist(), 0
+    limit = max(sum(weights) * math.ceil(float(np.float32(params.top_p)) * 2**24) >> 24, 1)
     for v in order if params.top_p < 1 else ():
-        if before >= params.top_p: z[v] = -torch.inf
-        before += p[v].item()
+        if before >= limit: z[v] = -torch.inf
+        before += weights[v]
     return z.log_softmax(0)
 
 # %% ../../nbs/13_sampling.ipynb #bc36b933
@@ -416,11 +465,11 @@ def _filter(
         z[rows] = some.masked_fill_(key < last, -torch.inf)
     if (rows := batch.top_p) is not None:
         some = z[rows]
-        sorted_, order = some.softmax(1).sort(dim=1, descending=True, stable=True)
-        before = sorted_.cumsum(1).roll(1, 1)
-        before[:, 0] = 0
-        dropped = torch.empty_like(before, dtype=torch.bool)
-        dropped.scatter_(1, order, before >= batch.real("top_p")[batch.noisy][rows, None])
+        sorted_, order = some.sort(dim=1, descending=True, stable=True)
+        weight = whole_weight(sorted_)
+        upto = weight.cumsum(1)
+        limit = weight_limit(upto[:, -1:], batch.real("top_p")[batch.noisy][rows, None])
+        dropped = torch.empty_like(upto, dtype=torch.bool).scatter_(1, order, upto - weight >= limit)
         z[rows] = some.masked_fill_(dropped, -torch.inf)
     return z
 
@@ -440,14 +489,21 @@ def process(
     return z
 
 
+def filtered(
+    z: Tensor,             # [N, V] fp32, from `process`
+    batch: SamplingBatch,
+) -> Tensor:               # [M, V] fp32: log p' of the noisy rows but for a constant each; the largest is 0
+    "Temperature and the filters. The maximum goes first: a tiny temperature then gives -inf at worst, never nan."
+    some = z[batch.noisy]
+    return _filter((some - some.amax(1, keepdim=True)) / batch.real("temperature")[batch.noisy, None], batch)
+
+
 def scaled(
     z: Tensor,             # [N, V] fp32, from `process`
     batch: SamplingBatch,
 ) -> Tensor:               # [M, V] fp32 log p' of the noisy rows
-    "Temperature and the filters. The maximum goes first: a tiny temperature then gives -inf at worst, never nan."
-    some = z[batch.noisy]
-    some = (some - some.amax(1, keepdim=True)) / batch.real("temperature")[batch.noisy, None]
-    return _filter(some, batch).log_softmax(1)
+    "What the tokens are drawn from."
+    return filtered(z, batch).log_softmax(1)
 
 # %% ../../nbs/13_sampling.ipynb #964e0390
 @dataclass
@@ -486,10 +542,10 @@ def sample(
     best = z.max(1)
     token, chosen = best.indices, torch.zeros_like(best.values)
     if (rows := batch.noisy) is not None:
-        log_p = scaled(z, batch)
+        left = filtered(z, batch)
         noise = gumbel_noise(batch.whole("seed")[rows], batch.position[rows], batch.whole("choice")[rows], z.shape[1])
-        token[rows] = winner = noise.add_(log_p).argmax(1)
-        chosen[rows] = log_p.gather(1, winner[:, None])[:, 0]
+        token[rows] = winner = noise.add_(left).argmax(1)
+        chosen[rows] = left.log_softmax(1).gather(1, winner[:, None])[:, 0]
     token.masked_fill_(~best.values.isfinite(), -1)
     found = Samples(token, chosen)
     if (rows := batch.logprobs) is not None:

@@ -506,6 +506,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'glm52.engine.sampling._stop_ids': ('sampling.html#_stop_ids', 'glm52/engine/sampling.py'),
                                        'glm52.engine.sampling._stop_strings': ('sampling.html#_stop_strings', 'glm52/engine/sampling.py'),
                                        'glm52.engine.sampling._whole': ('sampling.html#_whole', 'glm52/engine/sampling.py'),
+                                       'glm52.engine.sampling.choose': ('sampling.html#choose', 'glm52/engine/sampling.py'),
                                        'glm52.engine.sampling.draw_seed': ('sampling.html#draw_seed', 'glm52/engine/sampling.py'),
                                        'glm52.engine.sampling.filtered': ('sampling.html#filtered', 'glm52/engine/sampling.py'),
                                        'glm52.engine.sampling.fixed_log': ('sampling.html#fixed_log', 'glm52/engine/sampling.py'),

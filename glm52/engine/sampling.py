@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['MAX_STOP', 'MAX_STOP_LENGTH', 'MAX_BIASES', 'MAX_LOGPROBS', 'MAX_N', 'MAX_BIAS', 'MAX_PENALTY', 'MULTIPLIERS', 'WEYL',
-           'UNIT', 'SamplingError', 'SamplingParams', 'draw_seed', 'naive_philox', 'philox', 'random_words',
-           'fixed_log', 'gumbel_noise', 'whole_weight', 'weight_limit', 'naive_process', 'SamplingTable',
-           'SamplingBatch', 'sampling_batch', 'TokenCounts', 'order_key', 'unpack_mask', 'process', 'filtered',
-           'scaled', 'Samples', 'top_logprobs', 'sample']
+           'UNIT', 'IMPLEMENTATIONS', 'SamplingError', 'SamplingParams', 'draw_seed', 'naive_philox', 'philox',
+           'random_words', 'fixed_log', 'gumbel_noise', 'whole_weight', 'weight_limit', 'naive_process',
+           'SamplingTable', 'SamplingBatch', 'sampling_batch', 'TokenCounts', 'order_key', 'unpack_mask', 'process',
+           'filtered', 'scaled', 'Samples', 'top_logprobs', 'choose', 'sample']
 
 # %% ../../nbs/13_sampling.ipynb #81e42a9f
 import math, numbers, secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -336,6 +336,7 @@ class SamplingBatch:
     most_logprobs: int             # of all rows
     bias: tuple | None             # (row, token, value), each [entries]
     held_back: tuple | None        # (row, token) of ends that come too early
+    free: bool                     # whether some noisy row has no filter at all
 
     def real(self, name: str) -> Tensor: return self.reals[:, _REALS.index(name)]
     def whole(self, name: str) -> Tensor: return self.wholes[:, _WHOLES.index(name)]
@@ -358,11 +359,12 @@ def sampling_batch(
     noisy, ask = reals[:, 0] > 0, wholes[:, 3]
     among, to = wholes[noisy], lambda x: torch.from_numpy(x).to(device, non_blocking=True)
     top_k = among[:, 0] > 0
+    free = noisy & (reals[:, 1] >= 1) & (wholes[:, 0] <= 0) & (reals[:, 2] == -np.inf)
     return SamplingBatch(
         to(reals), to(wholes), to(np.asarray(position, np.int64)), _rows(noisy, device), _rows(wholes[:, 5] > 0, device),
         bool((reals[noisy, 2] > -np.inf).any()), int(among[:, 0].max(initial=0)), _rows(top_k, device),
         _rows(reals[noisy, 1] < 1, device), _rows(ask >= 0, device), int(ask.max(initial=-1)),
-        _bias_entries(table, lines, to), _held_back(table, lines, generated, wholes[:, 4], to))
+        _bias_entries(table, lines, to), _held_back(table, lines, generated, wholes[:, 4], to), bool(free.any()))
 
 
 def _bias_entries(table: SamplingTable, lines: np.ndarray, to) -> tuple | None:
@@ -479,8 +481,9 @@ def process(
     batch: SamplingBatch,
     counts: tuple[Tensor, Tensor] | None = None,  # `TokenCounts.rows` of the penalised rows
     mask: Tensor | None = None,                  # [N, ⌈V/32⌉] int32, a grammar's
-) -> Tensor:                                     # [N, V] fp32: logits after the penalties
+) -> Tensor:                                     # [N, V] fp32: logits after the penalties; the logits themselves if no row asks for anything
     "The stages that every row goes through: masks, bias, penalties."
+    if mask is None and batch.held_back is None and batch.bias is None and batch.penalised is None: return logits.float()
     z = logits.float().clone()
     if mask is not None: z.masked_fill_(~unpack_mask(mask, z.shape[1]), -torch.inf)
     if batch.held_back is not None: z[batch.held_back] = -torch.inf
@@ -531,14 +534,11 @@ def top_logprobs(
     return logprobs.gather(1, at)[:, 0], rank, best, logprobs.gather(1, best)
 
 
-def sample(
-    logits: Tensor,                              # [N, V] fp32
+def choose(
+    z: Tensor,                # [N, V] fp32, from `process`; not changed
     batch: SamplingBatch,
-    counts: tuple[Tensor, Tensor] | None = None,  # for the penalised rows
-    mask: Tensor | None = None,                  # [N, ⌈V/32⌉] int32, a grammar's
-) -> Samples:
-    "Choose one token a row."
-    z = process(logits, batch, counts, mask)
+) -> tuple[Tensor, Tensor]:   # tokens [N] int64, -1 where no largest logit is finite; their log p' [N] fp32, 0 at temperature 0
+    "Temperature, filters, noise and the race: the part that a kernel can do."
     best = z.max(1)
     token, chosen = best.indices, torch.zeros_like(best.values)
     if (rows := batch.noisy) is not None:
@@ -546,7 +546,21 @@ def sample(
         noise = gumbel_noise(batch.whole("seed")[rows], batch.position[rows], batch.whole("choice")[rows], z.shape[1])
         token[rows] = winner = noise.add_(left).argmax(1)
         chosen[rows] = left.log_softmax(1).gather(1, winner[:, None])[:, 0]
-    token.masked_fill_(~best.values.isfinite(), -1)
+    return token.masked_fill_(~best.values.isfinite(), -1), chosen
+
+
+IMPLEMENTATIONS = {"torch": choose, "triton": "glm52.kernels.sampling:choose"}
+
+
+def sample(
+    logits: Tensor,                              # [N, V] fp32
+    batch: SamplingBatch,
+    counts: tuple[Tensor, Tensor] | None = None,  # for the penalised rows
+    mask: Tensor | None = None,                  # [N, ⌈V/32⌉] int32, a grammar's
+    choose: Callable = choose,                   # or a kernel that does the same
+) -> Samples:
+    "Choose one token a row."
+    token, chosen = choose(process(logits, batch, counts, mask), batch)
     found = Samples(token, chosen)
     if (rows := batch.logprobs) is not None:
         found.logprob, found.rank, found.top_ids, found.top_logprobs = top_logprobs(logits[rows], token[rows], batch.most_logprobs)

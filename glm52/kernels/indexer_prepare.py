@@ -140,10 +140,10 @@ def prepare_queries(
     out = torch.empty(q.shape, dtype=torch.float8_e4m3fn if fp8 else q.dtype, device=q.device)
     folded = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if out.numel() == 0: return out, folded
-    block = min(triton.next_power_of_2(heads), 8 if rows < 128 else 32)
+    block = min(triton.next_power_of_2(heads), 16)
     _queries_kernel[(rows, triton.cdiv(heads, block))](
         q, gate, cos, sin, out, folded, q.stride(0), gate.stride(0), heads, (heads * width) ** -0.5, SCALED=fp8, HADAMARD=spread, INTERLEAVE=interleave,
-        HALF=half, WIDTH=width, STEPS=width.bit_length() - 1, HEADS=block, INTERPRETED=not q.is_cuda, num_warps=max(1, block // 8), enable_fp_fusion=False)
+        HALF=half, WIDTH=width, STEPS=width.bit_length() - 1, HEADS=block, INTERPRETED=not q.is_cuda, num_warps=max(1, block // 4), enable_fp_fusion=False)
     return out, folded
 
 # %% ../../nbs/04_indexer_prepare_kernel.ipynb #07bba812

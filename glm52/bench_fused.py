@@ -9,6 +9,7 @@ __all__ = ['TOKENS', 'HEADS', 'WIDTH', 'HIDDEN', 'copies', 'normal', 'angles', '
 # %% ../nbs/28_bench_kernels_fused.ipynb #fd28afaf
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from .bench_kernels import Row, rival, row
 from .device import H200, measure, relative_error
 from .kernels import cache, indexer_prepare, norm_quant, rope
 from .ops import cache as cache_op, indexer as indexer_op
-from .ops.fp8 import quantize_activation, quantize_index
+from .ops.fp8 import hadamard, quantize_activation, quantize_index
 from .ops.norm import add_rms_norm, naive_layer_norm, naive_rms_norm, rms_norm_torch
 from .ops.rope import cos_sin, inv_freq, rotate
 
@@ -50,10 +51,11 @@ def judge(what: str, error: float, bound: float, first: tuple, again: tuple) -> 
     return error
 
 # %% ../nbs/28_bench_kernels_fused.ipynb #09c5eba9
-def _write_separately(pages, slot, key, weight, bias, cos, sin):
+def _write_separately(pages, slot, key, weight, bias, cos, sin, spread=False):
     "The plain form of `prepare_key`, its checks left out."
     key = naive_layer_norm(key, weight, bias, 1e-6)
-    values, scale = quantize_index(torch.cat([rotate(key[:, :64], cos, sin), key[:, 64:]], -1))
+    key = torch.cat([rotate(key[:, :64], cos, sin), key[:, 64:]], -1)
+    values, scale = quantize_index(hadamard(key) if spread else key)
     page, place = slot // 64, slot % 64
     pages[:, :64 * WIDTH].unflatten(1, (64, WIDTH))[page, place] = values.view(torch.uint8)
     pages[:, 64 * WIDTH:].unflatten(1, (64, 4))[page, place] = scale[:, None].view(torch.uint8)
@@ -71,14 +73,15 @@ def bench_indexer_prepare() -> Iterator[Row]:
             indexer_prepare.prepare_key(s[0], s[1], s[2], weight, bias, 1e-6, *s[5:], True, spread)
             return indexer_prepare.prepare_queries(*s[3:], True, True, spread)
 
-        def separate(s):
-            _write_separately(*s[:3], weight, bias, *s[5:])
-            return indexer_op.prepare_queries(*s[3:], True, True)
+        def separate(s, spread=False):
+            _write_separately(*s[:3], weight, bias, *s[5:], spread)
+            return indexer_op.prepare_queries(*s[3:], True, True, spread)
 
-        error, facts = _preparation_error(sets[0], fused, separate), dict(tokens=tokens, heads=HEADS)
+        facts = dict(tokens=tokens, heads=HEADS)
         for impl, spread in (("glm52", False), ("glm52, Hadamard", True)):
+            error = _preparation_error(sets[0], partial(fused, spread=spread), partial(separate, spread=spread))
             us = measure(*[lambda s=s, spread=spread: fused(s, spread) for s in sets])
-            yield row("indexer_prepare", impl, us, H200.floor_us(size), indexer_prepare, rel_err=None if spread else error, **facts)
+            yield row("indexer_prepare", impl, us, H200.floor_us(size), indexer_prepare, rel_err=error, **facts)
         yield from rival("indexer_prepare", "separate", [lambda s=s: separate(s) for s in sets], H200.floor_us(size), **facts)
 
 
@@ -171,16 +174,14 @@ def _norm_error(s, fused, weight) -> float:
 
 # %% ../nbs/28_bench_kernels_fused.ipynb #e193af85
 def bench_rope(heads: int = 64) -> Iterator[Row]:
-    "Adjacent pairs and half-split."
+    "Adjacent pairs, as GLM-5.2 has them."
     for tokens in TOKENS:
         size = tokens * (heads * 256 + 256)
         sets = copies(lambda: (normal(tokens, heads, 256)[..., 192:], *angles(tokens)), size)
-        for name, pairs in (("", True), (", half-split", False)):
-            plain, got = rotate(*sets[0], pairs), rope.rotate(*sets[0], pairs)
-            error = judge("rope", relative_error(plain, got), 0.0, (got,), (rope.rotate(*sets[0], pairs),))
-            facts = dict(tokens=tokens, heads=heads)
-            yield row("rope", f"glm52{name}", measure(*[lambda s=s, pairs=pairs: rope.rotate(*s, pairs) for s in sets]), H200.floor_us(size), rope, rel_err=error, **facts)
-            yield from rival("rope", f"separate{name}", [lambda s=s, pairs=pairs: rotate(*s, pairs) for s in sets], H200.floor_us(size), **facts)
+        plain, got = rotate(*sets[0]), rope.rotate(*sets[0])
+        error, facts = judge("rope", relative_error(plain, got), 0.0, (got,), (rope.rotate(*sets[0]),)), dict(tokens=tokens, heads=heads)
+        yield row("rope", "glm52", measure(*[lambda s=s: rope.rotate(*s) for s in sets]), H200.floor_us(size), rope, rel_err=error, **facts)
+        yield from rival("rope", "separate", [lambda s=s: rotate(*s) for s in sets], H200.floor_us(size), **facts)
 
 # %% ../nbs/28_bench_kernels_fused.ipynb #90030c68
 def figures(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'NAMED', 'SCOPES', 'CheckpointError', 'Entry', 'read_header', 'read_tensor', 'read_headers', 'Report',
-           'scale_name', 'compare', 'resolve_model', 'inspect_checkpoint', 'Scope', 'fp8_scope', 'model_dtype',
-           'load_model', 'dtype_name', 'save_checkpoint']
+           'scale_name', 'compare', 'resolve_model', 'inspect_checkpoint', 'Scope', 'fp8_scope', 'byte_bar',
+           'model_dtype', 'load_model', 'dtype_name', 'save_checkpoint']
 
 # %% ../../nbs/11_checkpoint.ipynb #5145026c
 import json, struct, sys
@@ -242,7 +242,7 @@ def _stream(report: Report, advance: Callable[[int], None]) -> Iterator[tuple[st
         advance(count)
 
 
-def _bar() -> Progress:
+def byte_bar() -> Progress:
     "A progress bar on standard error, silent if that is no terminal."
     console = Console(stderr=True)
     return Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
@@ -279,7 +279,7 @@ def load_model(
     if widened := model.weights.widened:
         notice(f"{len(widened)} FP8 tensors are kept in {dtype_name(model.dtype)}, their rows are no whole blocks of 128: {_some(widened)}")
     done = 0
-    with _bar() as bar:
+    with byte_bar() as bar:
         task = bar.add_task("loading", total=report.bytes)
 
         def advance(count):

@@ -6,7 +6,7 @@ import torch
 
 from glm52.device import Implementation, relative_error
 from glm52.model.decoder import Backends, Caches, Capture, Decoder, fill, random_model, random_tensors, tiny_config as make_config
-from glm52.model.mtp import accepted_rows, draft, mtp_forward, naive_draft, naive_mtp, plain_hidden
+from glm52.model.mtp import accepted_rows, draft, mtp_forward, mtp_keep, naive_draft, naive_mtp, plain_hidden
 from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.topk import topk_torch
 
@@ -168,3 +168,15 @@ def test_hidden_states_must_fit_the_rows(tiny_model, tiny_config):
     plan = StepPlan.build([RequestRows([1, 2], 1, [0])])
     with pytest.raises(ValueError, match=r"2 rows need hidden states \[2, 128\]"):
         mtp_forward(tiny_model, plan, torch.zeros(3, 128), Caches.new(tiny_config, 1, torch.float32))
+
+
+@pytest.mark.parametrize("length", [1, 9, 70])
+def test_rows_that_nobody_drafts_from_are_written_with_the_same_bits(tiny_model, tiny_config, length):
+    "`mtp_keep` stops before attention and experts; what it leaves in the caches is what `mtp_forward` leaves."
+    plan = StepPlan.build([RequestRows(text(length), 3, [1, 0], "none")])
+    hidden, number = torch.randn(length, tiny_config.hidden_size), tiny_config.num_hidden_layers
+    whole, kept = (Caches.new(tiny_config, 2, torch.float32) for _ in range(2))
+    mtp_forward(tiny_model, plan, hidden, whole)
+    mtp_keep(tiny_model, plan, hidden, kept)
+    assert kept.latent[number].any() and torch.equal(whole.latent[number], kept.latent[number]) and torch.equal(whole.index[number], kept.index[number])
+    assert not any(cache.any() for layer, cache in kept.latent.items() if layer != number)

@@ -93,10 +93,11 @@ class Caches:
 
     @classmethod
     def new(cls, config: ModelConfig, num_pages: int, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu",
-            latent: str = "auto", index: str = "auto") -> "Caches":
-        "Empty caches for every layer, the MTP layer included (its number is `num_hidden_layers`)."
-        owners = [i for i in config.all_layers if i >= config.num_hidden_layers or config.indexer_types[i] == "full"]
-        return cls({i: new_latent_cache(num_pages, latent, config.latent_dim, config.qk_rope_head_dim, dtype, device) for i in config.all_layers},
+            latent: str = "auto", index: str = "auto", mtp: bool = True) -> "Caches":
+        "Empty caches for every layer, with `mtp` also for the MTP layer (its number is `num_hidden_layers`)."
+        layers = [i for i in config.all_layers if mtp or i < config.num_hidden_layers]
+        owners = [i for i in layers if i >= config.num_hidden_layers or config.indexer_types[i] == "full"]
+        return cls({i: new_latent_cache(num_pages, latent, config.latent_dim, config.qk_rope_head_dim, dtype, device) for i in layers},
                    {i: new_index_cache(num_pages, index, config.index_head_dim, dtype, device) for i in owners}, num_pages)
 
     @property
@@ -233,12 +234,17 @@ class Indexer:
 
     def __call__(self, h: Tensor, qa: Tensor, step: Step, caches: Caches) -> None:
         c, b, cache, angles = self.config, self.backends, caches.index[self.layer], (step.cos, step.sin, self.config.indexer_rope_interleave)
-        key = b.linear(h, self.wk)
-        b.prepare_key(cache, step.plan.slot, key, self.k_norm, self.k_bias, c.index_norm_eps, *angles, c.index_hadamard)
+        self.keep(h, step, caches)
         if step.sees_all: return step.write_all(self.layer, b.slots)
         q = b.linear(qa, self.wq_b).view(len(h), c.index_n_heads, c.index_head_dim)
         q, gate = b.prepare_queries(q, b.linear(h, self.gate, torch.float32), *angles, cache.dtype == torch.uint8, c.index_hadamard)
         step.write(self.layer, step.select(q, gate, cache, b), b.slots)
+
+    def keep(self, h: Tensor, step: Step, caches: Caches) -> None:
+        "Write the keys of these rows, choose nothing."
+        c, angles = self.config, (step.cos, step.sin, self.config.indexer_rope_interleave)
+        key = self.backends.linear(h, self.wk)
+        self.backends.prepare_key(caches.index[self.layer], step.plan.slot, key, self.k_norm, self.k_bias, c.index_norm_eps, *angles, c.index_hadamard)
 
 # %% ../../nbs/10_model.ipynb #c81f0a4b
 class Attention:
@@ -260,11 +266,20 @@ class Attention:
         q_nope, q_pe = b.linear(qa, self.q_b).view(len(h), c.num_attention_heads, -1).split(self.widths, -1)
         angles = step.cos, step.sin, c.rope_interleave
         q_pe = b.rope(q_pe, *angles)
-        if step.writes: b.prepare_latent(cache, step.plan.slot, b.linear(h, self.kv_a), self.kv_norm, c.lora_norm_eps, *angles)
+        if step.writes: self._keep_latent(h, step, caches)
         if self.indexer is not None and step.writes: self.indexer(h, qa, step, caches)
         q = torch.cat([per_head(q_nope, self.w_uk), q_pe], -1)
         o = b.sparse_mla(q, cache, step.read(self.layer), self.scale, c.qk_rope_head_dim)
         return b.linear(per_head(o, self.w_uv).flatten(1), self.o)
+
+    def _keep_latent(self, h: Tensor, step: Step, caches: Caches) -> None:
+        c, b, latent = self.config, self.backends, self.backends.linear(h, self.kv_a)
+        b.prepare_latent(caches.latent[self.layer], step.plan.slot, latent, self.kv_norm, c.lora_norm_eps, step.cos, step.sin, c.rope_interleave)
+
+    def keep(self, h: Tensor, step: Step, caches: Caches) -> None:
+        "Write what other rows read of these rows; attend to nothing."
+        self._keep_latent(h, step, caches)
+        if self.indexer is not None: self.indexer.keep(h, step, caches)
 
 # %% ../../nbs/10_model.ipynb #b74e4452
 class Dense:
@@ -329,12 +344,20 @@ class MtpLayer:
         self.eh_proj = weights.matrix(p + "eh_proj.weight")
         self.number, self.layer = layer, Layer(layer, weights, backends)
 
-    def __call__(self, hidden: Tensor, step: Step, caches: Caches) -> Tensor:
-        "hidden [T, d], of the position before each row's token -> [T, d] after `shared_head.norm`."
+    def merge(self, hidden: Tensor, step: Step) -> Tensor:
+        "Each row's token and the hidden state before it -> [T, d] the layer's input."
         b, eps = self.backends, self.config.rms_norm_eps
         token = b.rms_norm(self.embed[step.plan.token_ids], self.enorm, eps)
-        x = b.linear(torch.cat([token, b.rms_norm(hidden, self.hnorm, eps)], -1), self.eh_proj)
-        return b.add_rms_norm(*self.layer(x, None, step, caches), self.norm, eps)[1]
+        return b.linear(torch.cat([token, b.rms_norm(hidden, self.hnorm, eps)], -1), self.eh_proj)
+
+    def __call__(self, hidden: Tensor, step: Step, caches: Caches) -> Tensor:
+        "hidden [T, d], of the position before each row's token -> [T, d] after `shared_head.norm`."
+        return self.backends.add_rms_norm(*self.layer(self.merge(hidden, step), None, step, caches), self.norm, self.config.rms_norm_eps)[1]
+
+    def keep(self, hidden: Tensor, step: Step, caches: Caches) -> None:
+        "Write the cache rows only: they depend on the layer's input, not on its attention or its experts."
+        _, h = self.backends.add_rms_norm(self.merge(hidden, step), None, self.layer.input_norm, self.layer.eps)
+        self.layer.attention.keep(h, step, caches)
 
 # %% ../../nbs/10_model.ipynb #9a67e313
 @dataclass

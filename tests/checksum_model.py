@@ -12,11 +12,12 @@ class ChecksumModel:
         return sum((place + 3) * (token + 1) for place, token in enumerate(tokens)) % self.vocab
 
     def rows(self, rows) -> list[int]:
-        "Write the rows, then sample; drafts are verified, wrong ones end the run."
-        s = rows.sequence
-        tokens = s.tokens + s.drafts[:rows.drafts]
+        "Write the rows, then sample; drafts are guessed well or badly and verified, wrong ones end the run."
+        s, tokens = rows.sequence, list(rows.sequence.tokens)
+        for _ in range(rows.drafts): tokens.append(self.next_token(tokens) if self.random.random() < 0.7 else 0)
         assert rows.count >= 1 and rows.start + rows.count <= len(tokens)
         assert (rows.start + rows.count == len(tokens)) or not rows.sample
+        assert not rows.drafts or rows.sample and rows.start and rows.count == 1 + rows.drafts <= 1 + s.depth, "drafts that nobody asked for"
         assert not rows.drafts or rows.start + rows.count < s.limit, "a draft beyond what the answer may have"
         for position in range(rows.start, rows.start + rows.count):
             self.cache[s.pages[position // self.size], position % self.size] = position, tokens[position]
@@ -35,14 +36,7 @@ class ChecksumModel:
         assert step.tokens <= scheduler.max_num_batched_tokens and step.tokens == sum(rows.count for rows in step.rows)
         assert len({id(rows.sequence) for rows in step.rows}) == len(step.rows)
         progress = scheduler.update(step, [self.rows(rows) for rows in step.rows])
-        if self.drafts:
-            for rows in step.rows:
-                s = rows.sequence
-                if s.state == "running" and len(s.tokens) - s.computed == 1:
-                    guess = list(s.tokens)
-                    for _ in range(self.random.randint(0, self.drafts)):
-                        guess.append(self.next_token(guess) if self.random.random() < 0.7 else 0)
-                    s.drafts = guess[len(s.tokens):]
+        for rows in step.rows: rows.sequence.depth = self.random.randint(0, self.drafts)
         return progress
 
     def solo(self, prompt, max_tokens, stop_ids=frozenset()) -> tuple[list[int], str]:

@@ -412,6 +412,11 @@ class TokenCounts:
         where = torch.tensor([[self.of[line] for line in lines], tokens]).to(self.in_output.device)
         self.in_output.index_put_((where[0], where[1]), torch.ones_like(where[0], dtype=torch.int32), accumulate=True)
 
+    def add_some(self, lines: list[int], tokens: Tensor, real: Tensor):
+        "Count those of some tokens [M] that are `real` [M] bool; nothing waits for the device."
+        here = torch.tensor([self.of[line] for line in lines]).to(self.in_output.device)
+        self.in_output.index_put_((here, tokens.clamp_min(0)), real.int(), accumulate=True)
+
     def stop(self, line: int):
         "Forget a request."
         if line in self.of: self.free.append(self.of.pop(line))

@@ -41,7 +41,9 @@ class Sequence:
     state: str = WAITING
     pages: list[int] = field(default_factory=list)
     computed: int = 0                     # tokens whose cache rows are written
-    drafts: list[int] = field(default_factory=list)  # proposals to verify in the next step
+    depth: int = 0                        # drafts that it would like to have verified with its next token
+    proposed: int = 0                     # drafts verified so far
+    accepted: int = 0                     # those that were right
     cached: int = 0                       # prompt tokens found in the cache when it first ran
     preemptions: int = 0
     finish_reason: str | None = None      # "stop", "length", "abort"
@@ -204,7 +206,7 @@ def _preempt(self: Scheduler, sequence: Sequence, step: Step):
     "Send the last in order back to the queue, without its pages."
     self.running.pop()
     self.pages.release(sequence)
-    sequence.computed, sequence.drafts = 0, []
+    sequence.computed = 0
     sequence.preemptions += 1
     self.preemptions += 1
     step.preempted.append(sequence)
@@ -260,19 +262,18 @@ def _prompt_rows(self: Scheduler, step: Step, prefilling: list[Sequence]):
 
 # %% ../../nbs/15_scheduler.ipynb #c545130a
 def _draft_rows(self: Scheduler, step: Step):
-    "Add the proposals that fit to the decoding sequences."
-    decoding = [rows for rows in step.rows if rows.sequence.drafts]
+    "Grant as many drafts as fit to the sequences that compute just their newest token. Which tokens they are, others know."
+    decoding = [rows for rows in step.rows if rows.sequence.depth and rows.count == 1 and rows.sample and rows.start]
     if not decoding: return
     left = self.max_num_batched_tokens - sum(rows.count for rows in step.rows)
     if self.waiting or len(step.rows) < len(self.running): left -= self.max_num_batched_tokens // 4
     for rows in decoding:
         sequence, size = rows.sequence, self.pages.page_size
-        fit = max(min(len(sequence.drafts), left, sequence.limit - len(sequence.tokens) - 1), 0)
+        fit = max(min(sequence.depth, left, sequence.limit - len(sequence.tokens) - 1), 0)
         wanted = -(-(rows.start + 1 + fit) // size) - len(sequence.pages)
         if wanted > self.pages.free:
             fit, wanted = min(fit, len(sequence.pages) * size - rows.start - 1), 0
         if wanted > 0: sequence.pages += self.pages.take(wanted)
-        sequence.drafts = sequence.drafts[:fit]
         rows.drafts, rows.count = fit, 1 + fit
         left -= fit
 
@@ -296,7 +297,6 @@ def _update(
             new = new[:place + 1]
             break
         sequence.computed = min(rows.start + rows.count, len(tokens) - 1 if new else rows.start + rows.count)
-        sequence.drafts = []
         if not new and sequence.computed == limit: sequence.finish_reason = "length"  # max_tokens = 0
         self.pages.filled(sequence)
         ended = sequence.finish_reason is not None

@@ -401,10 +401,11 @@ def encode(tokenizer: tokenizers.Tokenizer, parts: list[tuple[str, bool]]) -> tu
 
 
 def long_item(make: Maker, length: int):
-    "A table that fills 30 to 95 % of `length` tokens, and questions for the rest."
+    "A table that fills 30 to 95 % of `length` tokens, and questions for the rest; or only a few, so that the first one is learned as well."
     pairs = int(length * (0.3 + 0.65 * make.rng.random()) / 8.2)
     family = "two-hop" if make.chance(0.35) else "lookup"
-    return until(lookup, make, pairs, max(int((length - 8.2 * pairs) / 22), 1), 0.15 if family == "two-hop" or make.chance(0.3) else 0.0, family)
+    questions = max(int((length - 8.2 * pairs) / 22), 1) if make.chance(0.5) else make.upto(1, 3)
+    return until(lookup, make, pairs, questions, 0.15 if family == "two-hop" or make.chance(0.3) else 0.0, family)
 
 
 def fill_row(tokenizer, make: Maker, length: int, long: bool, waiting: list) -> tuple[list[int], list[bool]]:

@@ -60,7 +60,7 @@ def _latent_kernel(x_ptr, weight_ptr, cos_ptr, sin_ptr, slot_ptr, value_ptr, sca
             tl.store(value_ptr + slot * STRIDE + LATENT + rope, k)
 
 # %% ../../nbs/06_cache_kernel.ipynb #5da0dd84
-WARPS = 2     # of a row
+WARPS = 4     # of a row
 
 
 def _check(cache, slot, kv, weight, cos, sin, latent, rope):

@@ -6,7 +6,7 @@
 __all__ = ['Z95', 'GREEDY', 'SAMPLED', 'SELECTIONS', 'COLUMNS', 'SHORT', 'LONG', 'wilson', 'paired', 'Group', 'EvalError',
            'Question', 'ask', 'Way', 'Answer', 'from_engine', 'wire_messages', 'wire_request', 'raw_text', 'from_url',
            'bar', 'tally', 'correct', 'percent', 'with_selection', 'wide_moe', 'padded_index_scores', 'eval_backends',
-           'Drafts', 'draft_along', 'acceptance', 'new_llm', 'from_transformers', 'compare_columns', 'Plan', 'evaluate',
+           'new_llm', 'Drafts', 'draft_along', 'acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate',
            'accuracy_table', 'acceptance_table', 'column_table', 'verdict', 'plot']
 
 # %% ../nbs/27_eval.ipynb #c7a1e7ab
@@ -354,6 +354,23 @@ def eval_backends(
             backends = replace(backends, index_scores=Implementation("index_scores", "triton", padded_index_scores, "evaluation: heads filled up to 16"))
     return with_selection(backends, selection)
 
+# %% ../nbs/27_eval.ipynb #629c3db3
+def new_llm(
+    model: str | Path,
+    dtype: str | None = None,      # None: as the checkpoint says
+    device: str | None = None,     # None: the GPU if there is one
+    selection: str = "model",      # one of `SELECTIONS`
+    quantize: str | None = None,   # "all" or "moe-only"
+    **limits,                      # see `Engine`
+) -> LLM:
+    "An engine for evaluation: no prefix cache, many sequences at once."
+    path, where = resolve_model(model), pick_device(device)
+    config = ModelConfig.from_dir(path)
+    backends = eval_backends(where, config, model_dtype(dtype, config), selection)
+    decoder = load_model(path, dtype, where, backends, quantize=quantize)
+    sizes = {"max_num_seqs": 512, "max_num_batched_tokens": 16384} if where.type == "cuda" else {"max_num_seqs": 64}
+    return LLM(decoder, tokenizer=load_tokenizer(path), **({"enable_prefix_caching": False} | sizes | limits))
+
 # %% ../nbs/27_eval.ipynb #fe0b238c
 @dataclass
 class Drafts:
@@ -455,26 +472,9 @@ def _acceptance_row(name: str, steps: list[tuple[int, int]], answers: int, count
     return {"group": name, "answers": answers, "steps": len(steps), "reached": reached, "accepted": taken,
             "mean": sum(min(a + 1, left) for a, left in steps) / max(len(steps), 1), "full_steps": len(full), "mean_full": sum(full) / max(len(full), 1)}
 
-# %% ../nbs/27_eval.ipynb #631113bf
+# %% ../nbs/27_eval.ipynb #299f1e24
 COLUMNS = {"transformers": {}, "bf16": {}, "fp8-experts": {"quantize": "moe-only"}, "fp8": {"quantize": "all"},
            "fp8-latent": {"latent_cache": "fp8"}, "fp8-index": {"index_cache": "fp8"}}
-
-
-def new_llm(
-    model: str | Path,
-    dtype: str | None = None,      # None: as the checkpoint says
-    device: str | None = None,     # None: the GPU if there is one
-    selection: str = "model",      # one of `SELECTIONS`
-    quantize: str | None = None,   # "all" or "moe-only"
-    **limits,                      # see `Engine`
-) -> LLM:
-    "An engine for evaluation: no prefix cache, many sequences at once."
-    path, where = resolve_model(model), pick_device(device)
-    config = ModelConfig.from_dir(path)
-    backends = eval_backends(where, config, model_dtype(dtype, config), selection)
-    decoder = load_model(path, dtype, where, backends, quantize=quantize)
-    sizes = {"max_num_seqs": 512, "max_num_batched_tokens": 16384} if where.type == "cuda" else {"max_num_seqs": 64}
-    return LLM(decoder, tokenizer=load_tokenizer(path), **({"enable_prefix_caching": False} | sizes | limits))
 
 # %% ../nbs/27_eval.ipynb #6523de21
 def from_transformers(

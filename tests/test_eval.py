@@ -2,6 +2,7 @@
 import asyncio
 import json
 import math
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -13,14 +14,14 @@ from typer.testing import CliRunner
 import glm52.eval as module
 from glm52.chat.template import render as render_prompt
 from glm52.cli import app
-from glm52.engine.engine import LLM
-from glm52.eval import (COLUMNS, GREEDY, SAMPLED, SHORT, Answer, Drafts, EvalError, Group, Plan, Way, acceptance, acceptance_table, accuracy_table, ask, compare_columns,
+from glm52.engine.sampling import SamplingParams
+from glm52.eval import (COLUMNS, GREEDY, Answer, Drafts, EvalError, Group, Plan, Way, acceptance, acceptance_table, accuracy_table, ask, compare_columns,
                         column_table, correct, draft_along, evaluate, from_engine, from_transformers, from_url, new_llm, paired, raw_text, tally, verdict, wide_moe,
                         wilson, wire_messages, wire_request, with_selection)
 from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import Backends, random_model, tiny_config
 from glm52.model.mtp import naive_draft
-from glm52.nano.tasks import FAMILIES, Maker, draw_item, prompt_and_answer
+from glm52.nano.tasks import FAMILIES, is_held_out, prompt_and_answer
 from glm52.ops.fp8 import quantize_weight
 from glm52.ops.moe import moe_torch
 
@@ -302,3 +303,39 @@ def test_the_commands(tmp_path):
     assert run(app, ["quantize", "glm52-nano", str(tmp_path / "q"), "--scope", "moe-only"]).exit_code == 0
     assert run(app, ["quantize", str(tmp_path / "q"), str(tmp_path / "r")]).exit_code == 3 and not (tmp_path / "r").exists()
     assert run(app, ["quantize", "glm52-nano", str(tmp_path / "q")]).exit_code == 1
+
+
+HARNESS = Path(__file__).parent / "lm_eval"
+
+
+def test_harness_tasks_name_a_data_set_that_is_here():
+    import yaml
+    rows = [json.loads(line) for line in (HARNESS / "lookup.jsonl").read_text().splitlines()]
+    assert len(rows) == 40 and all(row["choices"][row["gold"]] == row["answer"] and len(set(row["choices"])) == 4 for row in rows)
+    assert all(is_held_out(row["answer"].replace(": ", "=")) and row["answer"] in row["question"] for row in rows)
+    for name in ("chat", "choice"):
+        task = yaml.safe_load((HARNESS / f"glm52_lookup_{name}.yaml").read_text())
+        assert task["task"] == f"glm52_lookup_{name}" and (HARNESS.parent.parent / task["dataset_kwargs"]["data_files"]["test"]).exists()
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_log_likelihoods_as_the_harness_reads_them(llm, service, as_ids):
+    "Prompt and continuation sent with echo, one token too many asked for and cut off, the context's tokens skipped: what is left is the continuation's log-likelihood."
+    row = json.loads((HARNESS / "lookup.jsonl").read_text().splitlines()[1])
+    context = f"[gMASK]<sop><|user|>{row['question']}<|assistant|><think></think>"
+    start, application = llm.tokenizer.encode(context), service()
+    texts = [context + choice for choice in row["choices"]]
+    prompts = [llm.tokenizer.encode(text) for text in texts]
+    assert all(ids[:len(start)] == start for ids in prompts)
+    body = {"model": "glm52-nano", "prompt": prompts if as_ids else texts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+
+    async def run():
+        async with application.router.lifespan_context(application), httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://test") as client:
+            return (await client.post("/v1/completions", json=body, timeout=60)).json()
+
+    choices = sorted(asyncio.run(run())["choices"], key=lambda c: c["index"])
+    got = [sum(c["logprobs"]["token_logprobs"][len(start):-1]) for c in choices]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    want = [sum(entry[token].logprob for token, entry in list(zip(ids, out.prompt_logprobs))[len(start):]) for ids, out in zip(prompts, outputs)]
+    assert np.allclose(got, want, atol=1e-4) and max(got) < 0 and int(np.argmax(got)) == row["gold"]
+    for choice, ids in zip(choices, prompts): assert len(choice["logprobs"]["top_logprobs"]) == len(ids) + 1 and choice["logprobs"]["top_logprobs"][0] is None

@@ -36,6 +36,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'glm52.bench_fused.time_of': ('bench_kernels_fused.html#time_of', 'glm52/bench_fused.py')},
             'glm52.bench_kernels': { 'glm52.bench_kernels.Row': ('bench_kernels.html#row', 'glm52/bench_kernels.py'),
                                      'glm52.bench_kernels._bench': ('bench_kernels.html#_bench', 'glm52/bench_kernels.py'),
+                                     'glm52.bench_kernels._borrowed': ('bench_kernels.html#_borrowed', 'glm52/bench_kernels.py'),
                                      'glm52.bench_kernels._decode_error': ('bench_kernels.html#_decode_error', 'glm52/bench_kernels.py'),
                                      'glm52.bench_kernels._decode_floor': ('bench_kernels.html#_decode_floor', 'glm52/bench_kernels.py'),
                                      'glm52.bench_kernels._decode_rows': ('bench_kernels.html#_decode_rows', 'glm52/bench_kernels.py'),

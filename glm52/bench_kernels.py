@@ -45,12 +45,20 @@ UNMEASURED = {"glm52.kernels.indexer": ("_quantize", "_check", "_check_pages", "
 def source_sha(
     module,     # a kernel module
 ) -> str:       # 16 hex digits
-    "A hash of a module's measured code: cell marks, empty lines, the export list and unmeasured entries are left out."
+    "A hash of a module's measured code, with what it takes from its neighbours; cell marks, empty lines, the export list and unmeasured entries are left out."
     source, marks = inspect.getsource(module), ("# %%", "__all__", "           '")
     left_out = {n for node in ast.parse(source).body if getattr(node, "name", None) in UNMEASURED.get(module.__name__, ())
                 for n in range(node.lineno, node.end_lineno + 1)}
     lines = [line for n, line in enumerate(source.splitlines(), 1) if n not in left_out and line.strip() and not line.startswith(marks)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([*lines, *_borrowed(source, module.__package__)]).encode()).hexdigest()[:16]
+
+
+def _borrowed(source: str, package: str) -> Iterator[str]:
+    "The functions that a module imports from its own folder, as they stand there."
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ImportFrom) or node.level != 1: continue
+        neighbour, names = inspect.getsource(importlib.import_module(f"{package}.{node.module}")), {alias.name for alias in node.names}
+        yield from (ast.get_source_segment(neighbour, part) for part in ast.parse(neighbour).body if getattr(part, "name", None) in names)
 
 
 def row(kernel: str, impl: str, us: float, floor: float, module=None, **facts) -> Row:

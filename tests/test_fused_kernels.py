@@ -1,10 +1,12 @@
 """The fused kernels in Triton's interpreter, against the separate ops they join; how a model binds them; what bad input meets."""
+import inspect
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from glm52 import bench_kernels
 from glm52.config import ConfigError
 from glm52.device import relative_error
 from glm52.kernels import cache as cache_kernel, indexer as score_kernel, indexer_prepare, norm_quant
@@ -226,6 +228,12 @@ def test_separate_forms_run_the_parts_that_were_chosen():
         assert isinstance(bound, partial) and bound.keywords == {part: getattr(chosen, part).function for part in parts}
     table = {op: (name, why) for op, name, why in Backends.choose("cpu", prepare_key="triton").table()}
     assert table["prepare_key"] == ("triton", "asked for") and table["prepare_queries"][0] == "torch"
+
+
+def test_a_kernel_hash_covers_what_the_kernel_takes_from_its_neighbours():
+    borrowed = "".join(bench_kernels._borrowed(inspect.getsource(indexer_prepare), "glm52.kernels"))
+    for name in ("split_pairs", "join_pairs", "e4m3"): assert f"def {name}(" in borrowed
+    assert "_rotate_kernel" not in borrowed and not list(bench_kernels._borrowed(inspect.getsource(score_kernel), "glm52.kernels"))
 
 
 # bad input

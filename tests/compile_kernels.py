@@ -23,7 +23,9 @@ TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "in
           "schedule, count": ("schedule", "count"), "schedule, tiles": ("schedule", "tile"), "schedule, place": ("schedule", "place")}
 TILELANG = {"topk, a cluster of 8 a row": ("topk", 8, 8192, 1024, 1, 4), "topk, a block a row": ("topk", 1, 8192, 512, 2, 4),
             "sparse_mla, 8 heads, 8 blocks a row": ("sparse_mla", 8, 8, 8, True),
-            "sparse_mla, 64 heads, a block a row": ("sparse_mla", 64, 64, 1, True)}
+            "sparse_mla, 64 heads, a block a row": ("sparse_mla", 64, 64, 1, True),
+            "sparse_prefill, 64 heads, a block a row": ("sparse_prefill", 64, 1, True),
+            "sparse_mla_fp8, 8 heads, 8 blocks a row": ("sparse_mla_fp8", 8, 8, True)}
 
 
 def registers(ptx):

@@ -48,9 +48,9 @@ def test_triton_kernels_compile_with_triton_36():
 
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="TileLang is not installed")
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not there")
-def test_topk_and_sparse_mla_compile():
+def test_topk_and_sparse_attention_compile():
     found = compiled("tilelang")
     assert found.keys() == compile_kernels.TILELANG.keys()
     for name, facts in found.items():
-        if name.startswith("sparse_mla"): assert facts["wgmma"] and facts["asynchronous"], f"{name}: {facts}"
+        if name.startswith("sparse"): assert facts["wgmma"] and facts["asynchronous"], f"{name}: {facts}"
         assert facts["cluster"] == ("8 blocks" in name or "cluster" in name), f"{name}: {facts}"

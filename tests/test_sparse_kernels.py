@@ -1,0 +1,67 @@
+"""Sparse attention of prompts and over FP8 pages: what the wrappers refuse and choose without a GPU."""
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from glm52.kernels import sparse_mla_fp8, sparse_prefill
+
+Q = torch.zeros(2, 8, 576, dtype=torch.bfloat16)
+SLOTS = torch.zeros(2, 64, dtype=torch.int64)
+KERNELS = {"prefill": (sparse_prefill.sparse_prefill, sparse_prefill.sparse_prefill_paged, torch.zeros(3, 64, 576, dtype=torch.bfloat16)),
+           "fp8": (sparse_mla_fp8.sparse_mla_fp8, sparse_mla_fp8.sparse_mla_fp8_paged, torch.zeros(3, 64, 656, dtype=torch.uint8))}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_refusals_come_before_the_launch(name):
+    slots_entry, paged_entry, cache = KERNELS[name]
+    table, request = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    for arguments, words in (((Q.float(), cache, SLOTS), "bfloat16"), ((Q, cache.float(), SLOTS), "cache"), ((Q[:, :5], cache, SLOTS), "5 heads"),
+                             ((Q[..., :512], cache, SLOTS), "512"), ((Q, cache[:, :32], SLOTS), "pages of 64"), ((Q, cache[..., :640], SLOTS), "640"),
+                             ((Q, cache, SLOTS.int()), "int64"), ((Q, cache, torch.zeros(2, 4097, dtype=torch.int64)), "at most 4096"),
+                             ((Q, cache, SLOTS[:1]), "2 lists"), ((Q.transpose(0, 1).contiguous().transpose(0, 1), cache, SLOTS), "contiguous"),
+                             ((Q, cache, SLOTS), "runs on a GPU")):
+        with pytest.raises(ValueError, match=words): slots_entry(*arguments, 0.1)
+    with pytest.raises(ValueError, match="int32"): paged_entry(Q, cache, SLOTS, table, request, 0.1)
+    odd = torch.zeros(2 * 8 * 576 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 576)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"): slots_entry(odd, cache, SLOTS, 0.1)
+
+
+def test_tables_are_checked():
+    positions, table, request = torch.full((2, 5), 100, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32), torch.tensor([0, 2])
+    cache = torch.zeros(3, 64, 576)
+    check = lambda *change, debug=True: sparse_prefill.check_tables("sparse", 2, *change, cache, debug)
+    check(positions, table, request)
+    for arguments, words in (((positions, table.long(), request), "int32"), ((positions, table, request.int()), "int64"), ((positions, table[0], request), "page table"),
+                             ((positions, table, request[:1]), "2 requests"), ((positions + 28, table, request), "beyond 2 pages"),
+                             ((positions, table, request + 1), "outside the page table"), ((positions, table + 3, request), "outside the cache")):
+        with pytest.raises(ValueError, match=words): check(*arguments)
+    check(positions + 28, table, request, debug=False)
+
+
+def test_rows_are_split_while_clusters_fit():
+    fits = {16: 6, 8: 14, 4: 30, 2: 66}
+    for rows in (1, 2, 6, 7, 14, 15, 30, 31, 66, 67, 500):
+        parts = sparse_mla_fp8.plan(rows)
+        assert parts == 1 or rows <= fits[parts]
+        for split in sparse_prefill.SPLITS: assert sparse_mla_fp8.plan(rows, split) == split
+    for split in (0, 3, 32):
+        with pytest.raises(ValueError, match=f"not {split}"): sparse_mla_fp8.plan(1, split)
+        with pytest.raises(ValueError, match=f"not {split}"): sparse_prefill.check_split("sparse_prefill", split)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="TileLang is not installed")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not there")
+@pytest.mark.parametrize("module", ["sparse_prefill", "sparse_mla_fp8"])
+def test_the_registers_asked_for_exist(module):
+    "384 threads start with 168 registers each; a program that asks for more in all waits for ever."
+    code = f"from glm52.kernels import {module} as m; print(m.build(64, 1, True).get_kernel_source())"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    asked = [int(n) for n in re.findall(r"warpgroup_reg_(?:de)?alloc<(\d+)>", done.stdout)]
+    assert len(asked) == 3 and sum(asked) <= 504 and all(n % 8 == 0 for n in asked), asked

@@ -15,7 +15,7 @@ TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "in
           "prepare_latent, FP8": ("latent", True, True), "prepare_latent, BF16": ("latent", False, True), "prepare_latent, half-split": ("latent", True, False),
           "slots": ("slots",), "norm_quant": ("norm_quant", True, True, True), "add_rms_norm": ("norm_quant", True, True, False),
           "norm_quant, FP8 alone": ("norm_quant", False, False, True),
-          "linear_fp8, few rows": ("linear", "few", 64, 16, 4, 4), "linear_fp8, 64 rows": ("linear", "few", 64, 64, 3, 4),
+          "linear_fp8, few rows": ("linear", "few", 64, 16, 4, 4), "linear_fp8, one row": ("linear", "few", 64, 1, 4, 4),
           "linear_fp8, many rows": ("linear", "many", 128, 128, 3, 8), "quantize_rows": ("linear", "rows", 0, 0, 0, 4),
           "experts, few rows": ("experts", "few", 64, 16, 3, 4, False), "experts, few rows in order": ("experts", "few", 64, 16, 3, 4, True),
           "experts, many rows": ("experts", "many", 128, 64, 3, 4, True), "experts, combine": ("experts", "combine", 1024, 0, 0, 4, True),
@@ -127,9 +127,10 @@ def compile_linear(form, tile_n, rows, stages, warps):
     from glm52.kernels import fp8
     weight = dict(w_ptr="fp8e4nv", scale_ptr="fp32", out_ptr="bf16")
     if form == "few":
-        return compile_aligned(fp8._few_rows_kernel, weight | dict(x_ptr="bf16", part_ptr="fp32", count_ptr="i32"),
-                               dict.fromkeys(("rows", "N", "K", "x_stride", "per"), "i32"),
-                               dict(SPLITS=8, TILE=tile_n, ROWS=rows, STAGES=stages, PDL=True, SOFT=False), warps, ("N", "K", "x_stride"))
+        pointers = weight | dict(x_ptr="bf16", w2_ptr="fp8e4nv", scale2_ptr="fp32", out2_ptr="bf16", part_ptr="fp32", count_ptr="i32")
+        return compile_aligned(fp8._few_rows_kernel, pointers, dict.fromkeys(("rows", "N", "K", "x_stride", "splits", "per", "N2", "splits2", "per2"), "i32"),
+                               dict(TWO=True, TILE=tile_n, ROWS=max(rows, 16), REAL=rows, STAGES=stages, AHEAD=1, PDL=True, SOFT=False), warps,
+                               ("N", "N2", "K", "x_stride"))
     if form == "rows":
         return compile_aligned(fp8._quantize_kernel, dict(x_ptr="bf16", q_ptr="fp8e4nv", scale_ptr="fp32"),
                                dict.fromkeys(("K", "x_stride", "scale_stride"), "i32"), dict(GROUPS=16, PDL=True, SOFT=False), warps, ("K", "x_stride"))
@@ -144,7 +145,7 @@ def experts_first(form, tile, rows, stages, warps, ordered):
     pointers = dict(w_ptr="fp8e4nv", scale_ptr="fp32", shared_ptr="fp8e4nv", shared_scale_ptr="fp32", ids_ptr="i64", order_ptr="i32", tile_ptr="i32")
     constants = dict(width=6144, inner=2048, ROWS=rows, STAGES=stages, PDL=True)
     if form == "few":
-        constants |= dict(SORTED=ordered, PAIRS=16, TILE=tile, SOFT=False)
+        constants |= dict(SORTED=ordered, PAIRS=16, TILE=tile, REAL=rows if ordered else 1, SOFT=False)
         return (compile_aligned(moe._gate_up_few, pointers | dict(x_ptr="bf16", h_ptr="bf16"), numbers, constants, warps, ("x_stride",)),
                 compile_aligned(moe._down_few, pointers | dict(h_ptr="bf16", y_ptr="bf16"), numbers, constants, warps))
     pointers |= dict(q_ptr="fp8e4nv", q_scale_ptr="fp32", h_ptr="fp8e4nv", h_scale_ptr="fp32", y_ptr="bf16")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLANS', 'most_tiles', 'schedule', 'plan', 'moe_fp8', 'route', 'router']
 
-# %% ../../nbs/08_moe_kernel.ipynb #bb7a111a
+# %% ../../nbs/08_moe_kernel.ipynb #bf428db9
 import torch
 from torch import Tensor
 
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from .fp8 import BLOCK, INTERPRETED, begin, counters, quantize_rows, quantize_tile
+from .fp8 import BLOCK, INTERPRETED, begin, counters, quantize_rows, quantize_tile, repeat_rows
 
-# %% ../../nbs/08_moe_kernel.ipynb #6dbaa8b8
+# %% ../../nbs/08_moe_kernel.ipynb #49ddcffd
 if INTERPRETED:
     @triton.jit
     def _exp(x): return tl.exp(x)
@@ -103,7 +103,7 @@ def _router_kernel(x_ptr, w_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, par
         tl.store(logits_ptr + row[:, None].to(tl.int64) * EXPERTS + expert[None, :], logits, mask=row[:, None] < rows)
         _best(logits, bias_ptr, rows, row, ids_ptr, weights_ptr, scaling, K, SLOTS, EXPERTS, NORM, ROWS)
 
-# %% ../../nbs/08_moe_kernel.ipynb #46d40ab3
+# %% ../../nbs/08_moe_kernel.ipynb #f0043a16
 @triton.jit
 def _count_kernel(ids_ptr, hist_ptr, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     "How many pairs of a chunk each expert has."
@@ -156,11 +156,11 @@ def _place_kernel(ids_ptr, first_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, C
     place = tl.load(first_ptr + chunk * EXPERTS + ids, mask=pair < pairs, other=0) + rank
     tl.store(order_ptr + place, pair, mask=pair < pairs)
 
-# %% ../../nbs/08_moe_kernel.ipynb #111f8add
+# %% ../../nbs/08_moe_kernel.ipynb #4644138c
 @triton.jit
-def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shared, SORTED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    "The expert of a tile (-1: the shared one, -2: nothing to do) and the pair of each of its rows (-1: none)."
-    r = tl.arange(0, ROWS)
+def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shared, SORTED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
+    "The expert of a tile (-1: the shared one, -2: nothing to do) and the pair of each of its first REAL rows (-1: none)."
+    r = tl.arange(0, REAL)
     if tile < shared:
         expert = tile * 0 - 1
         token = tile * ROWS + r
@@ -190,11 +190,11 @@ def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shar
 @triton.jit
 def _gate_up_few(x_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, h_ptr,
                  pairs, tokens, top_k, tiles, shared, x_stride, width: tl.constexpr, inner: tl.constexpr,
-                 SORTED: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+                 SORTED: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, STAGES: tl.constexpr,
                  PDL: tl.constexpr, SOFT: tl.constexpr):
     "h[pair] = silu(gate x) · (up x): TILE gate rows and their up rows, times ROWS rows quantised on the way in."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, SORTED, PAIRS, ROWS)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, SORTED, PAIRS, ROWS, REAL)
     if expert > -2:
         token = tl.where(pair < pairs, pair // top_k, pair - pairs)
         BLOCKS: tl.constexpr = width // 128
@@ -205,39 +205,36 @@ def _gate_up_few(x_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr,
             w_ptr, scale_ptr = shared_ptr, shared_scale_ptr
         n = tl.program_id(0) * TILE + tl.arange(0, TILE)
         k = tl.arange(0, 128)
-        gate_at = w_ptr + n[:, None] * width + k[None, :]
-        up_at = gate_at + inner * width
+        side = tl.arange(0, 2 * TILE)                       # TILE gate rows, then their up rows: one product
+        w_at = w_ptr + (tl.program_id(0) * TILE + side % TILE + (side // TILE) * inner)[:, None] * width + k[None, :]
         scale_ptr += (tl.program_id(0) * TILE // 128) * BLOCKS
         x_at = x_ptr + tl.maximum(token, 0)[:, None].to(tl.int64) * x_stride + k[None, :]
         there = (pair >= 0)[:, None]
-        gate = tl.zeros((TILE, ROWS), tl.float32)
-        up = tl.zeros((TILE, ROWS), tl.float32)
+        acc = tl.zeros((2 * TILE, ROWS), tl.float32)
         gate_scale, up_scale = tl.load(scale_ptr), tl.load(scale_ptr + inner // 128 * BLOCKS)
         for b in tl.range(0, BLOCKS, num_stages=STAGES):
             ahead = scale_ptr + tl.minimum(b + 1, BLOCKS - 1)
             next_gate, next_up = tl.load(ahead), tl.load(ahead + inner // 128 * BLOCKS)
-            wg = tl.load(gate_at + b * 128)
-            wu = tl.load(up_at + b * 128)
+            w = tl.load(w_at + b * 128)
             x = tl.load(x_at + b * 128, mask=there, other=0.0)
             q, row_scale = quantize_tile(x.to(tl.float32), SOFT)
-            q = q.T
-            g = tl.dot(wg, q)
-            u = tl.dot(wu, q)
-            gate += g * (row_scale * gate_scale)[None, :]
-            up += u * (row_scale * up_scale)[None, :]
+            acc += tl.dot(w, repeat_rows(q, ROWS).T) * (repeat_rows(row_scale, ROWS)[None, :] * tl.where(side < TILE, gate_scale, up_scale)[:, None])
             gate_scale, up_scale = next_gate, next_up
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE, ROWS)), (1, 2, 0)))
         h = tl.fdiv(gate, 1.0 + tl.exp(-gate)) * up
-        tl.store(h_ptr + pair[None, :].to(tl.int64) * inner + n[:, None], h.to(h_ptr.dtype.element_ty), mask=(pair >= 0)[None, :])
+        column = tl.arange(0, ROWS)
+        to = repeat_rows(pair, ROWS)
+        tl.store(h_ptr + to[None, :].to(tl.int64) * inner + n[:, None], h.to(h_ptr.dtype.element_ty), mask=((to >= 0) & (column < REAL))[None, :])
 
 
 @triton.jit
 def _down_few(h_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, y_ptr,
               pairs, tokens, tiles, shared, width: tl.constexpr, inner: tl.constexpr,
-              SORTED: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+              SORTED: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, STAGES: tl.constexpr,
               PDL: tl.constexpr, SOFT: tl.constexpr):
     "y[pair] = down h[pair], quantised on the way in."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, SORTED, PAIRS, ROWS)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, SORTED, PAIRS, ROWS, REAL)
     if expert > -2:
         BLOCKS: tl.constexpr = inner // 128
         if expert >= 0:
@@ -258,18 +255,20 @@ def _down_few(h_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, or
             w = tl.load(w_at + b * 128)
             h = tl.load(h_at + b * 128, mask=there, other=0.0)
             q, row_scale = quantize_tile(h.to(tl.float32), SOFT)
-            acc += tl.dot(w, q.T) * (row_scale * scale)[None, :]
+            acc += tl.dot(w, repeat_rows(q, ROWS).T) * (repeat_rows(row_scale, ROWS) * scale)[None, :]
             scale = ahead
-        tl.store(y_ptr + pair[None, :].to(tl.int64) * width + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=(pair >= 0)[None, :])
+        column = tl.arange(0, ROWS)
+        to = repeat_rows(pair, ROWS)
+        tl.store(y_ptr + to[None, :].to(tl.int64) * width + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=((to >= 0) & (column < REAL))[None, :])
 
-# %% ../../nbs/08_moe_kernel.ipynb #37dd0706
+# %% ../../nbs/08_moe_kernel.ipynb #a8753cd2
 @triton.jit
 def _gate_up_many(q_ptr, q_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, h_ptr, h_scale_ptr,
                   pairs, tokens, top_k, tiles, shared, q_scale_stride, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
                   ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, SOFT: tl.constexpr, DTYPE: tl.constexpr):
     "ROWS rows · (128 gate and 128 up columns); SwiGLU and the scale of the 128 results in the epilogue."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, True, 1, ROWS)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, True, 1, ROWS, ROWS)
     if expert > -2:
         token = tl.where(pair < pairs, tl.maximum(pair, 0) // top_k, pair - pairs)
         BLOCKS: tl.constexpr = width // 128
@@ -307,7 +306,7 @@ def _down_many(h_ptr, h_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_pt
                TILE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "y[pair] = down h[pair]."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, True, 1, ROWS)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, True, 1, ROWS, ROWS)
     if expert > -2:
         BLOCKS: tl.constexpr = inner // 128
         if expert >= 0:
@@ -348,7 +347,7 @@ def _combine_kernel(y_ptr, weights_ptr, out_ptr, pairs, width, TOP_K: tl.constex
     if SHARED: total += tl.load(y_ptr + (pairs + token) * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
-# %% ../../nbs/08_moe_kernel.ipynb #1cb0b934
+# %% ../../nbs/08_moe_kernel.ipynb #4216f452
 def _pdl(pdl): return {"launch_pdl": True} if pdl and not INTERPRETED else {}
 
 
@@ -380,7 +379,7 @@ def schedule(
     _place_kernel[(chunks,)](ids, first, order, pairs, EXPERTS=experts, CHUNK=chunk, PDL=p, num_warps=8, **_pdl(pdl))
     return order, table
 
-# %% ../../nbs/08_moe_kernel.ipynb #59333826
+# %% ../../nbs/08_moe_kernel.ipynb #5a796fbc
 PLANS = {          # tokens up to -> how
     16: dict(rows=16, tile1=64, stages1=3, warps1=4, tile2=64, stages2=4, warps2=4),
     256: dict(rows=16, tile1=64, stages1=3, warps1=4, tile2=64, stages2=4, warps2=4),
@@ -419,13 +418,14 @@ def _check(x, ids, weights, gate_up, down, shared):
         raise ValueError(f"moe: rows of x must be in one piece and start at multiples of 16 bytes, strides are {x.stride()}")
     if not x.is_cuda and not INTERPRETED: raise ValueError(f"moe: this kernel runs on a GPU; x is on the {x.device.type}")
 
-# %% ../../nbs/08_moe_kernel.ipynb #96b81868
+# %% ../../nbs/08_moe_kernel.ipynb #fc9c3838
 def _few(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, total, how, simple, pdl):
     "Weights fill the matrix unit's rows, tokens its columns; both products quantise their rows on the way in."
     (w1, s1), (w2, s2), ((v1, t1), (v2, t2)) = gate_up, down, shared
     (tokens, width), inner, p = x.shape, w1.shape[1] // 2, pdl and not INTERPRETED
     h, y = (torch.empty(total, n, dtype=x.dtype, device=x.device) for n in (inner, width))
-    common = dict(width=width, inner=inner, SORTED=not simple, PAIRS=triton.next_power_of_2(pairs) if simple else 1, ROWS=how["rows"], PDL=p, SOFT=INTERPRETED)
+    common = dict(width=width, inner=inner, SORTED=not simple, PAIRS=triton.next_power_of_2(pairs) if simple else 1, ROWS=how["rows"],
+                  REAL=min(how["rows"], triton.next_power_of_2(tokens)), PDL=p, SOFT=INTERPRETED)
     _gate_up_few[(inner // how["tile1"], tiles + shared_tiles)](
         x, w1, s1, v1, t1, *tables, h, pairs, tokens, top_k, tiles, shared_tiles, x.stride(0),
         TILE=how["tile1"], STAGES=how["stages1"], num_warps=how["warps1"], **common, **_pdl(pdl))
@@ -453,7 +453,7 @@ def _many(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, t
         TILE=how["tile2"], STAGES=how["stages2"], num_warps=how["warps2"], **common, **_pdl(pdl))
     return y
 
-# %% ../../nbs/08_moe_kernel.ipynb #12902ab7
+# %% ../../nbs/08_moe_kernel.ipynb #5fed1a25
 def moe_fp8(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     ids: Tensor,      # [T, k] int64
@@ -487,7 +487,7 @@ def moe_fp8(
                                                          PDL=pdl and not INTERPRETED, num_warps=4, **_pdl(pdl))
     return out
 
-# %% ../../nbs/08_moe_kernel.ipynb #2b081eca
+# %% ../../nbs/08_moe_kernel.ipynb #fc08d9bf
 def _check_router(op, logits_or_x, bias, experts, top_k):
     "Limits of both entries."
     if experts & (experts - 1) or experts > 1024: raise ValueError(f"{op}: {experts} experts; this kernel takes a power of two, at most 1,024")
@@ -521,7 +521,7 @@ def route(
                                                  EXPERTS=experts, NORM=norm_topk_prob, ROWS=4, PDL=not INTERPRETED, num_warps=4, **_pdl(True))
     return ids, weights
 
-# %% ../../nbs/08_moe_kernel.ipynb #fcbf07c1
+# %% ../../nbs/08_moe_kernel.ipynb #c432d1e3
 def router(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     weight: Tensor,   # [E, d], x's dtype or fp32
@@ -544,7 +544,7 @@ def router(
     slices, groups = triton.cdiv(width, BLOCK), triton.cdiv(tokens, rows := 16 if split else 32)
     part = torch.empty(groups * slices * rows * experts if split else 1, dtype=torch.float32, device=device)
     _router_kernel[(groups, slices if split else 1)](
-        x, weight, bias, logits, ids, weights, part, counters(device), tokens, width, x.stride(0), routed_scaling_factor, K=top_k,
+        x, weight, bias, logits, ids, weights, part, counters(device, groups), tokens, width, x.stride(0), routed_scaling_factor, K=top_k,
         SLOTS=triton.next_power_of_2(top_k), EXPERTS=experts, NORM=norm_topk_prob, ROWS=rows, SLICE=BLOCK, SLICES=slices, SPLIT=split,
         WIDE=INTERPRETED or torch.float32 in (x.dtype, weight.dtype), PDL=pdl and not INTERPRETED, num_warps=8, **_pdl(pdl))
     return logits, ids, weights

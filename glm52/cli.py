@@ -103,6 +103,7 @@ def serve(
     max_body_mb: Annotated[int, typer.Option(help="Longest request body.", min=1)] = 64,
     timeout: Annotated[float | None, typer.Option(help="Seconds that one answer may take; default: no limit.", min=0.001)] = None,
     drain: Annotated[float, typer.Option(help="Seconds that running answers have when the server is told to stop.", min=0)] = 30.0,
+    control: Annotated[bool, typer.Option("--control", help="Let clients pause the engine and send it to sleep: /pause, /resume, /sleep, /wake_up, /reset_prefix_cache.")] = False,
 ):
     "Serve OpenAI and Anthropic clients."
     from glm52.engine.engine import AsyncEngine
@@ -117,7 +118,7 @@ def serve(
         service = new_service(engine, model, served_model_name, max_active=max_requests, max_body=max_body_mb << 20, timeout=timeout)
         address = f"http://{host}:{listener.getsockname()[1]}"
         typer.echo(f"glm52 {glm52.__version__} serves {service.name} ({engine.engine.decoder.dtype}, {engine.max_model_len:,} tokens of context) on {address}/v1; Ctrl-C stops it", err=True)
-        run(create_app(service, api_key, allowed_origin or ()), listener, drain=drain)
+        run(create_app(service, api_key, allowed_origin or (), control), listener, drain=drain)
 
 
 def new_service(engine, model: str, names: list[str] | None = None, **limits):

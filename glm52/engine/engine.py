@@ -10,6 +10,7 @@ __all__ = ['Logprob', 'StepOutput', 'EngineError', 'StopStrings', 'Choice', 'Req
 import asyncio, json, queue, threading, time
 from collections.abc import AsyncIterator, Callable, Sequence as Some
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..chat.template import render
 from ..chat.tokenizer import Detokenizer, Tokenizer, TokenizerError
+from .memory import Memory
 from .prefix_cache import PrefixCache
 from .runner import Runner, StepResult, TokenScore
 from .sampling import SamplingParams, draw_seed
 from .speculation import MAX_DRAFTS
 from .scheduler import FINISHED, PagePool, QueueFull, RequestRefused, Scheduler, Sequence
-from ..model.checkpoint import CheckpointError, load_model, resolve_model
+from ..model.checkpoint import CheckpointError, load_model, reload_weights, resolve_model
 from ..model.decoder import Caches, Decoder
 from ..ops.cache import PAGE_SIZE
 
@@ -193,13 +195,17 @@ class Engine:
         self.choices: dict[str, Choice] = {}      # by the sequence's id
         self.totals = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "finished": 0, "aborted": 0, "steps": 0, "step_seconds": 0.0}
 
+        self.paused, self.asleep, self.reload = False, 0, None   # asleep: the level; reload reads the weights again
+        self.memory: Memory | None = None                        # what a sleep gave back
+
     @property
-    def busy(self) -> bool: return self.scheduler.busy
+    def busy(self) -> bool: return self.scheduler.busy and not self.paused and not self.asleep
 
     def stats(self) -> dict[str, int | float | list[int]]:
         "Numbers for `/metrics`: queue, pages, totals, and drafts by their place."
         s = self.scheduler
-        return {"drafts_proposed": list(self.drafts.proposed), "drafts_accepted": list(self.drafts.accepted), "running": len(s.running), "waiting": s.waiting, "pages_total": s.pages.num_pages, "pages_free": s.pages.free,
+        return {"drafts_proposed": list(self.drafts.proposed), "drafts_accepted": list(self.drafts.accepted), 
+                "paused": int(self.paused), "asleep": self.asleep, "running": len(s.running), "waiting": s.waiting, "pages_total": s.pages.num_pages, "pages_free": s.pages.free,
                 "preemptions": s.preemptions, **self.totals}
 
     def implementations(self) -> list[dict[str, str]]:
@@ -299,6 +305,7 @@ Engine.check, Engine.add, Engine.abort = _check, _add, _abort
 # %% ../../nbs/18_engine.ipynb #000db171
 def _step(self: Engine) -> tuple[list[StepOutput], dict[str, EngineError]]:
     "One forward pass for whoever is due: outputs, and errors by request id."
+    if self.paused or self.asleep: return [], {}
     begun = time.perf_counter()
     plan = self.scheduler.schedule()
     if not plan.rows: return [], {}
@@ -370,6 +377,57 @@ def _check_integrity(self: Engine):
 
 
 Engine.check_integrity = _check_integrity
+
+# %% ../../nbs/18_engine.ipynb #5965626f
+def _pause(
+    self: Engine,
+    running: str = "keep",   # or "abort": requests under way end now
+) -> list[StepOutput]:        # the ends of aborted requests
+    "Compute nothing until `resume`."
+    if running not in ("keep", "abort"): raise EngineError(f"running is {running!r}; requests under way can be kept (keep) or ended (abort)")
+    self.paused = True
+    return [out for request_id in list(self.requests) for out in self.abort(request_id)] if running == "abort" else []
+
+
+def _resume(self: Engine) -> None:
+    "Go on. Harmless if nothing is paused."
+    self.paused = False
+
+
+def _reset_prefix_cache(self: Engine) -> None:
+    "Forget all pages that were kept for later requests."
+    pool = self.scheduler.pages
+    if isinstance(pool, PrefixCache): pool.reset(pool.version)
+
+
+def _sleep(
+    self: Engine,
+    level: int = 1,          # 1: weights go to the host; 2: they are read from the checkpoint again
+    running: str = "keep",   # or "abort"
+) -> list[StepOutput]:        # the ends of aborted requests
+    "Give the memory of the caches and the weights back, until `wake_up`."
+    if level not in (1, 2): raise EngineError(f"level is {level!r}; an engine sleeps at level 1 or 2")
+    if self.asleep: raise EngineError(f"the engine sleeps already, at level {self.asleep}")
+    if level == 2 and self.reload is None: raise EngineError("this model was not loaded from a checkpoint, so its weights could not be read again; use level 1")
+    paused = self.paused
+    outputs = self.pause(running)
+    while self.scheduler.running: self.scheduler.preempt_last()
+    self.reset_prefix_cache()
+    self.memory = Memory(self.decoder, self.runner.page_tensors())
+    self.memory.release(level)
+    self.paused, self.asleep = paused, level
+    return outputs
+
+
+def _wake_up(self: Engine) -> None:
+    "Take the memory again. Harmless if the engine is awake."
+    if not self.asleep: return
+    self.memory.restore()
+    if self.asleep == 2: self.reload()
+    self.memory, self.asleep = None, 0
+
+
+Engine.pause, Engine.resume, Engine.reset_prefix_cache, Engine.sleep, Engine.wake_up = _pause, _resume, _reset_prefix_cache, _sleep, _wake_up
 
 # %% ../../nbs/18_engine.ipynb #0843b7fa
 @dataclass(slots=True)
@@ -444,12 +502,25 @@ class LLM:
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
         decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize)
         self.engine, self.seed, self.count = Engine(decoder, tokenizer, **limits), seed, 0
+        if not loaded: self.engine.reload = partial(reload_weights, decoder, model, quantize)
 
     @property
     def tokenizer(self) -> Tokenizer | None: return self.engine.tokenizer
 
     @property
     def config(self): return self.engine.decoder.config
+
+    def sleep(self, level: int = 1) -> None:
+        "Give the memory of caches and weights back; see `Engine.sleep`."
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        "Take the memory again."
+        self.engine.wake_up()
+
+    def reset_prefix_cache(self) -> None:
+        "Forget all pages that were kept for later requests."
+        self.engine.reset_prefix_cache()
 
 # %% ../../nbs/18_engine.ipynb #25f96157
 def _generate(
@@ -459,6 +530,7 @@ def _generate(
     use_tqdm: bool = True,              # show progress on a terminal
 ) -> list[RequestOutput]:               # in the order of the prompts
     "Answer all prompts together."
+    if self.engine.asleep or self.engine.paused: raise EngineError(f"the engine {'sleeps; call wake_up()' if self.engine.asleep else 'is paused; call resume()'} first")
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params or self.defaults] * len(prompts)
     if len(params) != len(prompts): raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters; give one for all, or one each")
@@ -548,6 +620,7 @@ class AsyncEngine:
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
         decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize)
         self.engine = Engine(decoder, tokenizer, **limits)
+        if not loaded: self.engine.reload = partial(reload_weights, decoder, model, quantize)
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, self.engine.max_model_len, self.engine.vocab_size
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()   # functions to run in the engine's thread; None ends it
         self.streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}   # the thread's own
@@ -666,3 +739,37 @@ def _abort_stream(self: AsyncEngine, request_id: str):
 
 
 AsyncEngine.generate, AsyncEngine.abort = _generate_stream, _abort_stream
+
+# %% ../../nbs/18_engine.ipynb #c27606c0
+async def _control(
+    self: AsyncEngine,
+    action: str,          # "pause", "resume", "sleep", "wake_up" or "reset_prefix_cache"
+    **arguments,          # see the method of `Engine`
+) -> None:                # when it is done
+    "Run an action of the engine between two steps."
+    if self.failure is not None: raise self.failure
+    if self.thread is None: raise EngineError("the engine is not running; await start() first")
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def settle(error: Exception | None):
+        if not done.done(): done.set_result(None) if error is None else done.set_exception(error)
+
+    def act():
+        try: _post(self, getattr(self.engine, action)(**arguments) or [])
+        except (EngineError, CheckpointError) as refusal: _call(loop, settle, refusal)
+        else: _call(loop, settle, None)
+
+    self.inbox.put(act)
+    await done
+
+
+async def _pause_thread(self: AsyncEngine, running: str = "keep"): await _control(self, "pause", running=running)
+async def _resume_thread(self: AsyncEngine): await _control(self, "resume")
+async def _sleep_thread(self: AsyncEngine, level: int = 1, running: str = "keep"): await _control(self, "sleep", level=level, running=running)
+async def _wake_thread(self: AsyncEngine): await _control(self, "wake_up")
+async def _reset_thread(self: AsyncEngine): await _control(self, "reset_prefix_cache")
+
+
+AsyncEngine.pause, AsyncEngine.resume = _pause_thread, _resume_thread
+AsyncEngine.sleep, AsyncEngine.wake_up, AsyncEngine.reset_prefix_cache = _sleep_thread, _wake_thread, _reset_thread

@@ -177,6 +177,10 @@ class Runner:
         self.free_lines.append(sequence.line)
         sequence.line = -1
 
+    def page_tensors(self) -> list[Tensor]:
+        "What is kept for pages, and may be lost when all pages are."
+        return [*self.caches.latent.values(), *self.caches.index.values(), *([self.memory.pages] if self.memory is not None else [])]
+
     def _lines(self, step: Step) -> np.ndarray: return np.array([rows.sequence.line for rows in step.rows])
 
 # %% ../../nbs/16_runner.ipynb #22438fa2

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DTYPES', 'NAMED', 'SCOPES', 'CheckpointError', 'Entry', 'read_header', 'read_tensor', 'read_headers', 'Report',
            'scale_name', 'compare', 'resolve_model', 'inspect_checkpoint', 'Scope', 'fp8_scope', 'byte_bar',
-           'model_dtype', 'load_model', 'dtype_name', 'save_checkpoint']
+           'model_dtype', 'load_model', 'reload_weights', 'dtype_name', 'save_checkpoint']
 
 # %% ../../nbs/11_checkpoint.ipynb #5145026c
 import json, struct, sys
@@ -278,6 +278,25 @@ def load_model(
     if quantize is not None: notice(f"FP8 of scope {quantize}: {scope.outcome}, {scope.why}")
     if widened := model.weights.widened:
         notice(f"{len(widened)} FP8 tensors are kept in {dtype_name(model.dtype)}, their rows are no whole blocks of 128: {_some(widened)}")
+    _read_into(model, report, scope.names, on_bytes)
+    return model
+
+
+def reload_weights(
+    model: Decoder,               # from `load_model`; its tensors may hold nothing
+    path: str | Path,             # what it was loaded from
+    quantize: str | None = None,  # as it was loaded
+) -> None:
+    "Read the values of a checkpoint again, into the tensors that are there."
+    report = inspect_checkpoint(path)
+    if report.problems: raise CheckpointError(f"{report.path}: " + "; ".join(report.problems))
+    if report.config != model.config: raise CheckpointError(f"{report.path}: config.json is not that of the running model")
+    scope = Scope("applied", frozenset(), "") if quantize is None else fp8_scope(report, quantize)
+    _read_into(model, report, scope.names, None)
+
+
+def _read_into(model: Decoder, report: Report, quantized: frozenset[str], on_bytes: Callable[[int, int], None] | None):
+    "Stream all tensors to their places, with a bar."
     done = 0
     with byte_bar() as bar:
         task = bar.add_task("loading", total=report.bytes)
@@ -288,8 +307,7 @@ def load_model(
             bar.update(task, completed=done)
             if on_bytes is not None: on_bytes(done, report.bytes)
 
-        fill(model, _quantized(_stream(report, advance), scope.names))
-    return model
+        fill(model, _quantized(_stream(report, advance), quantized))
 
 
 def dtype_name(dtype: torch.dtype) -> str: return str(dtype).removeprefix("torch.")

@@ -137,6 +137,7 @@ def pair_program(
             top[h] = top_new[h]
         for h, t in T.Parallel(heads, TILE):
             s[h, t] = T.exp2(s[h, t] * (scale * LOG2E) - top[h] * (scale * LOG2E))
+        T.sync_threads(1 + me, 128)            # the last warp has read the rope part
         T.copy(s, k_rope[me, :, :])
         T.copy(alpha, info[2 * me, :])
         T.copy(top, info[2 * me + 1, :])

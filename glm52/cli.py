@@ -396,6 +396,7 @@ def evaluate(
     sampled: Annotated[bool, typer.Option(help="Also at temperature 1 / top-p 0.95.")] = False,
     selection: Annotated[list[str] | None, typer.Option(help="model, random or recent: what chooses the positions.")] = None,
     drafts: Annotated[int, typer.Option(help="Guesses a step of the plain drafting loop; 0: not measured.", min=0, max=7)] = 0,
+    speculate: Annotated[int, typer.Option(help="Guesses a step of an engine that speculates, by its own counters; 0: not measured.", min=0, max=7)] = 0,
     columns: Annotated[str | None, typer.Option(help="Instead: the same questions through transformers,bf16,fp8-experts,fp8,fp8-latent,fp8-index.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; longer ones are cap hits.", min=1)] = 320,
     seed: Annotated[int, typer.Option(help="Another seed is another set of questions.")] = 0,
@@ -419,10 +420,11 @@ def evaluate(
             console.print(e.column_table(result), e.verdict(result))
             return
         ways = tuple(e.replace(way, max_tokens=max_tokens) for way in ((e.GREEDY, e.SAMPLED) if sampled else (e.GREEDY,)))
-        plan = e.Plan(groups, count, ways, tuple(selection or ("model",)), drafts, seed)
+        plan = e.Plan(groups, count, ways, tuple(selection or ("model",)), drafts, speculate, seed)
         result = e.evaluate(model, plan, url, served_model_name, api_key, concurrency, named(dtype), device, quantize and quantize.value, sys.stderr.isatty(), keep)
         console.print(e.accuracy_table(result))
         if drafts: console.print(e.acceptance_table(result))
+        if speculate: console.print(e.speculation_table(result))
         if figure is not None: e.plot(result).savefig(figure, bbox_inches="tight")
 
 # %% ../nbs/30_cli.ipynb #ac57d68b

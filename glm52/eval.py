@@ -6,8 +6,9 @@
 __all__ = ['Z95', 'GREEDY', 'SAMPLED', 'SELECTIONS', 'COLUMNS', 'SHORT', 'LONG', 'wilson', 'paired', 'Group', 'EvalError',
            'Question', 'ask', 'Way', 'Answer', 'from_engine', 'wire_messages', 'wire_request', 'raw_text', 'from_url',
            'bar', 'tally', 'correct', 'percent', 'with_selection', 'wide_moe', 'padded_index_scores', 'eval_backends',
-           'new_llm', 'Drafts', 'draft_along', 'acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate',
-           'accuracy_table', 'acceptance_table', 'column_table', 'verdict', 'plot']
+           'new_llm', 'Drafts', 'draft_along', 'acceptance', 'engine_acceptance', 'from_transformers',
+           'compare_columns', 'Plan', 'evaluate', 'accuracy_table', 'acceptance_table', 'speculation_table',
+           'column_table', 'verdict', 'plot']
 
 # %% ../nbs/27_eval.ipynb #c7a1e7ab
 import asyncio, contextlib, gc, json, math, random, time
@@ -472,6 +473,23 @@ def _acceptance_row(name: str, steps: list[tuple[int, int]], answers: int, count
     return {"group": name, "answers": answers, "steps": len(steps), "reached": reached, "accepted": taken,
             "mean": sum(min(a + 1, left) for a, left in steps) / max(len(steps), 1), "full_steps": len(full), "mean_full": sum(full) / max(len(full), 1)}
 
+# %% ../nbs/27_eval.ipynb #624149d1
+def engine_acceptance(
+    llm: LLM,                    # with num_speculative_tokens
+    questions: list[Question],
+    way: Way = GREEDY,
+) -> list[dict]:                 # one row for each group
+    "Group after group, what the engine's own counters gained; a step proposes all its guesses, also beyond the end of an answer."
+    rows, groups = [], {}
+    for q in questions: groups.setdefault(q.group, []).append(q)
+    for name, some in groups.items():
+        before = llm.engine.stats()
+        answers = from_engine(llm, some, way)
+        proposed, accepted = ([b - a for a, b in zip(before[key], llm.engine.stats()[key])] for key in ("drafts_proposed", "drafts_accepted"))
+        tokens = sum(a.tokens for a in answers) - len(answers)      # the first of each comes from its prompt
+        rows.append({"group": name, "answers": len(answers), "steps": proposed[0], "proposed": proposed, "accepted": accepted, "mean": tokens / max(proposed[0], 1)})
+    return rows
+
 # %% ../nbs/27_eval.ipynb #299f1e24
 COLUMNS = {"transformers": {}, "bf16": {}, "fp8-experts": {"quantize": "moe-only"}, "fp8": {"quantize": "all"},
            "fp8-latent": {"latent_cache": "fp8"}, "fp8-index": {"index_cache": "fp8"}}
@@ -569,6 +587,7 @@ class Plan:
     ways: tuple[Way, ...] = (GREEDY,)
     selections: tuple[str, ...] = ("model",)   # of `SELECTIONS`; only for an engine in this process
     drafts: int = 0                      # guesses a step of the plain drafting loop; 0: not measured
+    speculate: int = 0                   # guesses a step of an engine that speculates, by its own counters; 0: not measured
     seed: int = 0                        # another seed is another set of questions
 
 
@@ -586,7 +605,7 @@ def evaluate(
     keep: Callable[[dict], None] = lambda result: None,  # hears the result after every part
 ) -> dict:                               # lists of rows under "accuracy" and "acceptance", and the machine
     "Ask every question in every way; nothing is dropped on the way to the table."
-    if url and (plan.selections != ("model",) or plan.drafts): raise EvalError("selections and drafts are measured on an engine in this process, not over HTTP")
+    if url and (plan.selections != ("model",) or plan.drafts or plan.speculate): raise EvalError("selections and drafts are measured on an engine in this process, not over HTTP")
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None: raise EvalError(f"{model} has no tokenizer, so there is nothing to ask with")
     questions = [q for group in plan.groups for q in ask(group, plan.count, tokenizer, plan.seed)]
@@ -594,7 +613,9 @@ def evaluate(
     result = {"facts": facts | machine_facts(), "accuracy": [], "acceptance": []}
     for selection in plan.selections:
         llm = None if url else new_llm(model, dtype, device, selection, quantize)
-        if llm: result["facts"] |= {"dtype": str(llm.engine.decoder.dtype).removeprefix("torch."), "ops": {op: name for op, name, _ in llm.engine.decoder.backends.table()}}
+        if llm:
+            decoder = llm.engine.decoder
+            result["facts"] |= {"dtype": str(decoder.dtype).removeprefix("torch."), "ops": {op: name for op, name, _ in decoder.backends.table()}}
         for way in plan.ways:
             if url: answers = asyncio.run(from_url(url, questions, way, served, api_key, concurrency, show=show))
             else: answers = from_engine(llm, questions, way, show)
@@ -602,6 +623,10 @@ def evaluate(
             if plan.drafts and selection == "model":
                 result["acceptance"].append({"way": way.name, "rows": acceptance(llm.engine.decoder, questions, answers, plan.drafts, way)})
             keep(result)
+    if plan.speculate:
+        llm = new_llm(model, dtype, device, "model", quantize, num_speculative_tokens=plan.speculate)
+        result["speculation"] = [{"way": way.name, "rows": engine_acceptance(llm, questions, way)} for way in plan.ways]
+        keep(result)
     return result
 
 # %% ../nbs/27_eval.ipynb #4accea98
@@ -626,6 +651,14 @@ def acceptance_table(result: dict) -> Table:
     return table
 
 
+def speculation_table(result: dict) -> Table:
+    "The engine's own counters."
+    table = Table("questions", "way", "tokens a step", "steps", "accepted by position")
+    for part in result.get("speculation", ()):
+        for r in part["rows"]: table.add_row(r["group"], part["way"], f"{r['mean']:.2f}", str(r["steps"]), " ".join(map(str, r["accepted"])))
+    return table
+
+# %% ../nbs/27_eval.ipynb #7319c309
 def column_table(result: dict) -> Table:
     "Columns as rows: share right, and the paired difference from the first."
     table = Table("column", "right % (95 %)", f"difference from {result['against']} (95 %)", "same text", "seconds")
@@ -633,15 +666,16 @@ def column_table(result: dict) -> Table:
     for name, e in result["columns"].items():
         middle, low, high = (f"{100 * x:+.2f}" for x in e["difference"])
         share = percent({"accuracy": e["right"] / n, **e})
-        table.add_row(name, share, "-" if name == result["against"] else f"{middle} ({low} to {high})", "-" if e["same_text"] is None else f"{e['same_text']} of {n}", str(e["seconds"]))
+        difference, same = ("-", "-") if name == result["against"] else (f"{middle} ({low} to {high})", f"{e['same_text']} of {n}")
+        table.add_row(name, share, difference, same, str(e["seconds"]))
     for name, why in result["cannot"].items(): table.add_row(name, "cannot", why, "", "")
     return table
 
 
 def verdict(result: dict) -> str:
     "One sentence about a finished comparison."
-    below, against = result["verdict"], result["against"]
-    return (f"{', '.join(below)}: below {against} by more than the interval" if below else f"no column is below {against} by more than the interval") + f", {result['questions']} questions"
+    who = ", ".join(result["verdict"]) or "no column"
+    return f"{who}: below {result['against']} by more than the interval, {result['questions']} questions"
 
 # %% ../nbs/27_eval.ipynb #0956a724
 def plot(result: dict, part: int = 0):

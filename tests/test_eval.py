@@ -16,7 +16,7 @@ from glm52.chat.template import render as render_prompt
 from glm52.cli import app
 from glm52.engine.sampling import SamplingParams
 from glm52.eval import (COLUMNS, GREEDY, Answer, Drafts, EvalError, Group, Plan, Way, acceptance, acceptance_table, accuracy_table, ask, compare_columns,
-                        column_table, correct, draft_along, evaluate, from_engine, from_transformers, from_url, new_llm, padded_index_scores, paired, raw_text, tally, verdict, wide_moe,
+                        column_table, correct, draft_along, engine_acceptance, evaluate, from_engine, from_transformers, from_url, new_llm, padded_index_scores, paired, raw_text, speculation_table, tally, verdict, wide_moe,
                         wilson, wire_messages, wire_request, with_selection)
 from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import Backends, random_model, tiny_config
@@ -268,13 +268,23 @@ def test_sampled_drafts_use_the_noise_of_the_target(llm, questions):
     assert sum(d.hits.sum() for d in own) >= sum(d.hits.sum() for d in strange)
 
 
+@pytest.mark.parametrize("way", [GREEDY, Way(1.0, 0.95)], ids=lambda way: way.name)
+def test_the_engine_counts_what_the_plain_loop_finds(llm, questions, way):
+    "Speculating, and walking through the table of the plain loop's hits: the same steps, the same drafts accepted at every position."
+    speculating = new_llm("glm52-nano", "float32", "cpu", max_model_len=2048, num_pages=200, num_speculative_tokens=3)
+    own, walked = engine_acceptance(speculating, questions, way), acceptance(llm.engine.decoder, questions, from_engine(llm, questions, way), 3, way)
+    for a, b in zip(own, walked, strict=True):
+        assert (a["group"], a["accepted"], a["steps"], a["mean"]) == (b["group"], b["accepted"], b["steps"], b["mean"])
+        assert all(p >= r for p, r in zip(a["proposed"], b["reached"]))
+
+
 def test_one_command_and_its_tables(llm, tmp_path):
     kept = []
-    plan = Plan((Group("talk"), Group("lookup", (270, 300))), 1, (Way(max_tokens=12), Way(1.0, 0.95, 12)), ("model", "recent"), drafts=2)
+    plan = Plan((Group("talk"), Group("lookup", (270, 300))), 1, (Way(max_tokens=12), Way(1.0, 0.95, 12)), ("model", "recent"), drafts=2, speculate=2)
     result = evaluate("glm52-nano", plan, dtype="float32", device="cpu", keep=lambda r: kept.append(json.dumps(r)))
     assert [(p["way"], p["selection"]) for p in result["accuracy"]] == [(w.name, s) for s in ("model", "recent") for w in plan.ways]
-    assert len(result["acceptance"]) == 2 and len(kept) == 4 and json.loads(kept[-1]) == json.loads(json.dumps(result))
-    assert accuracy_table(result).row_count == 8 and acceptance_table(result).row_count == 4
+    assert len(result["acceptance"]) == 2 and len(kept) == 5 and json.loads(kept[-1]) == json.loads(json.dumps(result))
+    assert accuracy_table(result).row_count == 8 and acceptance_table(result).row_count == speculation_table(result).row_count == 4
     module.plot(result).savefig(tmp_path / "a.png")
     with pytest.raises(EvalError, match="in this process"): evaluate("glm52-nano", plan, url="http://x/v1")
 
@@ -283,7 +293,7 @@ def test_columns_are_compared_on_the_same_questions(questions, monkeypatch):
     monkeypatch.setattr(module, "from_transformers", lambda *a, **k: (_ for _ in ()).throw(ImportError("no such class")))
     result = compare_columns("glm52-nano", ("transformers", "bf16", "fp8-experts", "fp8-latent"), questions[:3], "cpu", say=lambda text: None)
     assert "no such class" in result["cannot"]["transformers"] and result["against"] == "bf16" and list(result["columns"]) == ["bf16", "fp8-experts", "fp8-latent"]
-    assert result["columns"]["bf16"]["difference"][0] == 0 and result["verdict"] == [] and "no column is below bf16" in verdict(result)
+    assert result["columns"]["bf16"]["difference"][0] == 0 and result["verdict"] == [] and verdict(result).startswith("no column: below bf16")
     assert column_table(result).row_count == 4
     with pytest.raises(EvalError, match="no column called int4"): compare_columns("glm52-nano", ("int4",), questions[:1])
 

@@ -142,10 +142,12 @@ def bench(
     dtype: str = "float32",              # both sides compute in it
     rounds: int = 3,                     # timed rounds
     say: Callable[[str], None] = print,  # hears the progress
+    num_speculative_tokens: int = 0,     # of ours; the drafts of random prompts are rarely right
 ) -> dict:                               # rows, what could not run, the machine
     "Our engine against transformers on the CPU: the same weights, both workloads."
     path = resolve_model(model)
-    llm = LLM(path, dtype=dtype, device="cpu", max_model_len=2048, enable_prefix_caching=False)   # every round computes its prompts
+    llm = LLM(path, dtype=dtype, device="cpu", max_model_len=2048, enable_prefix_caching=False,
+              num_speculative_tokens=num_speculative_tokens)   # every round computes its prompts
     vocab = range(300, llm.config.vocab_size - 100)     # ordinary tokens
     say(f"{path.name} in {dtype}, {torch.get_num_threads()} threads")
     able, unable = rivals(path, llm.engine.decoder.dtype, WORKLOADS[1].prompts(vocab)[:2])
@@ -153,7 +155,7 @@ def bench(
     for workload in WORKLOADS:
         rows += compare({"glm52": functools.partial(run_engine, llm)} | able, workload, vocab, rounds, say)
     return {"rows": [asdict(row) for row in rows], "cannot": unable,
-            "machine": machine_facts() | {"threads": torch.get_num_threads(), "dtype": dtype, "model": str(model)}}
+            "machine": machine_facts() | {"threads": torch.get_num_threads(), "dtype": dtype, "model": str(model), "num_speculative_tokens": num_speculative_tokens}}
 
 
 def table(result: dict) -> str:

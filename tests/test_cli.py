@@ -142,3 +142,9 @@ def test_an_open_server_is_announced_and_the_key_comes_from_the_environment(monk
     assert "without an API key" not in err
     guard = next(m for m in started["app"].user_middleware if m.cls.__name__ == "Guard")
     assert guard.kwargs["api_key"] == "from the environment"
+
+
+def test_generate_with_guesses_says_the_same():
+    plain = run("generate", "Sort: 9 4 7 1", "--json", "--seed", "3", "--max-tokens", "40")
+    assert plain[0] == 0 and run("generate", "Sort: 9 4 7 1", "--json", "--seed", "3", "--max-tokens", "40", "--num-speculative-tokens", "5") == plain
+    assert run("generate", "x", "--num-speculative-tokens", "8")[0] == 2

@@ -1,13 +1,16 @@
 """The matrix of promise 1 can find what it looks for, and finds nothing on the tiny model."""
 import torch
 
-from glm52.engine.exact import BATCHES, CHUNKS, cells, exact, make_prompts
+from glm52.cli import task_prompts
+from glm52.engine.engine import load_tokenizer
+from glm52.engine.exact import BATCHES, CHUNKS, DRAFTS, cells, exact, make_prompts
+from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import Decoder, random_model, tiny_config
 
 
 def test_the_matrix_has_every_combination():
     every = list(cells())
-    assert len(every) == len(set(every)) == len(BATCHES) * len(CHUNKS) * 8
+    assert len(every) == len(set(every)) == len(BATCHES) * len(CHUNKS) * len(DRAFTS) * 8
     prompts = make_prompts(208, range(1000))
     assert len({tuple(p) for p in prompts}) == 208 and max(map(len, prompts)) + 32 <= 512
 
@@ -15,6 +18,7 @@ def test_the_matrix_has_every_combination():
 def test_a_warm_cell_is_warm_and_a_preempted_one_preempts(tiny_model):
     tallies = exact(tiny_model, quick=True, batches=(8,), count=12, say=lambda line: None)
     assert len(tallies) == 24 and not any(t.differ for t in tallies)
+    assert all((t.proposed > 0) == (t.cell.drafts > 0) for t in tallies)
     for t in tallies:
         if t.cell.cache == "warm": assert t.cached > 0
         assert (t.preemptions > 0) == t.cell.preempt
@@ -36,3 +40,19 @@ def test_a_model_that_looks_at_its_neighbours_is_caught():
     heard = []
     tallies = exact(model, quick=True, batches=(8,), count=12, say=heard.append)
     assert sum(len(t.differ) for t in tallies) > 20 and any("DIFFERENT" in line for line in heard) and "different" in heard[-1]
+
+
+def test_quick_has_every_engine_and_every_treatment():
+    some = list(cells(quick=True))
+    assert len(some) == len(set(some)) == 72 and {(c.batch, c.chunk, c.drafts) for c in some} == {(c.batch, c.chunk, c.drafts) for c in cells()}
+    for a in ("batch", "chunk", "drafts"):
+        for b in ("cache", "preempt", "temperature"): assert {(getattr(c, a), getattr(c, b)) for c in some} == {(getattr(c, a), getattr(c, b)) for c in cells()}
+
+
+def test_real_guesses_are_right_often_enough_to_matter():
+    "The shipped model on its own tasks: right guesses and wrong ones, and no token differs."
+    texts = task_prompts(load_tokenizer(resolve_model("glm52-nano")), 8)
+    tallies = exact("glm52-nano", quick=True, batches=(8,), drafts=(5,), count=8, texts=texts, say=lambda line: None)
+    assert not any(t.differ for t in tallies)
+    proposed, accepted = sum(t.proposed for t in tallies), sum(t.accepted for t in tallies)
+    assert proposed > 100 and 0.3 < accepted / proposed < 0.95

@@ -235,3 +235,16 @@ def test_a_signal_lets_answers_end(nano):
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert process.wait(20) == 0
+
+
+def test_drafts_are_counted_by_place():
+    "As the engine counts them, and never twice."
+    from types import SimpleNamespace
+    from glm52.server.metrics import Metrics
+    stats = {"drafts_proposed": [5, 5], "drafts_accepted": [4, 2]}
+    metrics = Metrics(SimpleNamespace(on_finish=[], engine=SimpleNamespace(stats=lambda: stats)))
+    for _ in range(2): text = metrics.response().body.decode()
+    for line in ("num_drafts_total 5.0", "num_draft_tokens_total 10.0", "num_accepted_tokens_total 6.0", 'num_accepted_tokens_per_pos_total{position="1"} 2.0'):
+        assert f"glm52:spec_decode_{line}" in text
+    stats |= {"drafts_proposed": [6, 6], "drafts_accepted": [5, 2]}
+    assert "glm52:spec_decode_num_draft_tokens_total 12.0" in metrics.response().body.decode()

@@ -240,3 +240,55 @@ def test_bookkeeping_is_cheap():
         scheduler.update(step, [[5]] * len(step.rows))
     per_request = (time.perf_counter() - start) / steps / 256
     assert per_request < 20e-6, f"{per_request * 1e6:.1f} us"
+
+
+class Searches(PrefixCache):
+    "Counts how often pages are looked for."
+    count = 0
+
+    def match(self, sequence):
+        self.count += 1
+        return super().match(sequence)
+
+
+def test_the_head_of_the_queue_is_not_searched_at_every_step():
+    "A prompt that does not fit is looked for again when something has changed for the better, not at each step."
+    scheduler, model = Scheduler(Searches(8, 4), 32, 4, 64), ChecksumModel(4)
+    scheduler.add(Sequence("first", list(range(8)), 20))
+    model.step(scheduler)
+    scheduler.add(Sequence("long", list(range(30, 58)), 4))
+    steps = run(scheduler, model)
+    assert steps > 20 and scheduler.pages.count <= 5
+
+
+def test_choices_wait_for_the_prompt_of_the_first():
+    "Three choices of one prompt: its full pages are computed once, whatever happens to the first one."
+    prompt = list(range(21))
+    for end in ("nothing", "abort while it waits", "abort in its prompt", "one token"):
+        scheduler, model = Scheduler(PrefixCache(40, 4), 64, 8, 8), ChecksumModel(4)
+        first = Sequence("0", list(prompt), 1 if end == "one token" else 6)
+        followers = [Sequence(str(i), list(prompt), 6) for i in (1, 2)]
+        scheduler.add(first)
+        for follower in followers: scheduler.add(follower, after=first)
+        assert scheduler.waiting == 3
+        if end == "abort while it waits": scheduler.finish(first, "abort")
+        model.step(scheduler)
+        if end == "abort in its prompt": scheduler.finish(first, "abort")
+        else: scheduler.finish(followers[1], "abort")
+        scheduler.check_integrity()
+        run(scheduler, model)
+        assert followers[0].generated == 6 and not scheduler.waiting and scheduler.pages.free == 40
+        if not end.startswith("abort"): assert followers[0].cached == 20
+
+
+def test_preempting_at_every_step_stops_nobody():
+    scheduler, model = Scheduler(PrefixCache(40, 4), 64, 4, 8), ChecksumModel(4)
+    for i in range(3): scheduler.add(Sequence(str(i), list(range(i, i + 21)), 6))
+    steps = 0
+    while scheduler.busy:
+        model.step(scheduler)
+        scheduler.preempt_last()
+        scheduler.check_integrity()
+        steps += 1
+        assert steps < 500, "it does not end"
+    assert scheduler.preemptions > 3

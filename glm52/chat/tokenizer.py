@@ -234,7 +234,7 @@ class Detokenizer:
     ) -> str:                # the text that they settle; may be empty
         "Take ids and give the text that is now certain."
         special = self.tokenizer._special if self.skip else ()
-        return self._utf8.decode(b"".join(self.tokenizer.token_bytes(i) for i in ids if i not in special))
+        return self._utf8.decode(b"".join([self.tokenizer.token_bytes(i) for i in ids if i not in special]))
 
     def flush(self) -> str:
         "End the stream: an unfinished character becomes U+FFFD. The detokenizer is then as new."

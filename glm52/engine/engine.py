@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['Logprob', 'StepOutput', 'EngineError', 'StopStrings', 'Choice', 'Request', 'DraftCounts', 'Engine', 'default_pages',
-           'CompletionOutput', 'RequestOutput', 'load_tokenizer', 'generation_defaults', 'LLM', 'AsyncEngine']
+           'CompletionOutput', 'RequestOutput', 'load_tokenizer', 'generation_defaults', 'LLM', 'Stream', 'AsyncEngine']
 
 # %% ../../nbs/18_engine.ipynb #cbdb01c4
 import asyncio, json, queue, threading, time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence as Some
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,7 +65,7 @@ class StopStrings:
         include: bool = False,  # whether the stop string itself is part of the text
     ):
         self.stops, self.include, self.held = tuple(stops), include, ""
-        self.longest = max(map(len, self.stops))
+        self.longest, self.firsts = max(map(len, self.stops)), frozenset(stop[0] for stop in self.stops)
 
     def push(
         self,
@@ -73,6 +74,7 @@ class StopStrings:
     ) -> tuple[str, str | None]:  # text that is certain, and the stop string that ended it
         "Of several the one that is complete first ends the text; of those complete together, the longest."
         text = self.held + text
+        if self.firsts.isdisjoint(text): self.held = ""; return text, None
         found = [(place + len(stop), place) for stop in self.stops if (place := text.find(stop)) >= 0] if active else []
         if found:
             end, place = min(found)
@@ -125,20 +127,21 @@ def _take(
     shown = tokens
     if stopped is not None and not p.include_stop_str_in_output and (p.skip_special_tokens or stopped not in end_ids): shown = tokens[:-1]
     if self.text is None: return out
+    if self.stops is None:
+        out.text_delta = self.text.push(shown)
+        if out.finish_reason is not None: out.text_delta += self.text.flush()
+        return out
     before = s.generated - len(tokens)
     for place, token in enumerate(shown):
-        piece = self.text.push([token])
-        if self.stops is None: out.text_delta += piece; continue
-        certain, found = self.stops.push(piece, before + place + 1 >= p.min_tokens)
+        certain, found = self.stops.push(self.text.push([token]), before + place + 1 >= p.min_tokens)
         out.text_delta += certain
         if found is None: continue
         out.token_ids, out.finish_reason, out.stop_reason = tokens[:place + 1], "stop", found
         return out
     if out.finish_reason is not None:
-        tail = self.text.flush()
-        certain, found = (tail, None) if self.stops is None else self.stops.push(tail, s.generated >= p.min_tokens)
+        certain, found = self.stops.push(self.text.flush(), s.generated >= p.min_tokens)
         if found is not None: out.finish_reason, out.stop_reason = "stop", found
-        out.text_delta += certain + (self.stops.flush() if self.stops is not None and found is None else "")
+        out.text_delta += certain + (self.stops.flush() if found is None else "")
     return out
 
 
@@ -262,12 +265,13 @@ def _add(
     if s.waiting + params.n > s.max_waiting: raise QueueFull(f"{s.waiting} sequences are waiting, the queue holds {s.max_waiting}; try again later")
     request = Request(request_id, params, draw_seed() if params.seed is None else params.seed)
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
+    shared = isinstance(s.pages, PrefixCache) and params.prompt_logprobs is None and len(prompt_token_ids) > PAGE_SIZE
     for index in range(params.n):
         sequence = Sequence(f"{request_id}/{index}", list(prompt_token_ids), params.max_tokens, stop_ids, priority,
                             reuse=params.prompt_logprobs is None, salt=cache_salt, depth=self.drafts.depth)
         text = Detokenizer(self.tokenizer, params.skip_special_tokens) if params.detokenize and self.tokenizer is not None else None
         choice = Choice(request, index, sequence, text, StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None)
-        s.add(sequence)
+        s.add(sequence, request.choices[0].sequence if index and shared else None)
         request.choices.append(choice)
         self.choices[sequence.id] = choice
     if params.prompt_logprobs is not None: request.prompt_logprobs = [None] * len(prompt_token_ids)
@@ -320,8 +324,8 @@ def _step(self: Engine) -> tuple[list[StepOutput], dict[str, EngineError]]:
                                          "its weights or its cache hold values that overflow, or logit_bias and min_tokens forbid every token")
     for request_id in failed: self.abort(request_id)
     for i, accepted in result.accepted.items(): self.drafts.add(plan.rows[i].sequence, plan.rows[i].drafts, accepted)
-    place = {rows.sequence.id: i for i, rows in enumerate(plan.rows)}
-    outputs = [_output(self, progress, result.scores.get(place[progress.sequence.id])) for progress in self.scheduler.update(plan, result.tokens)]
+    scores = {plan.rows[i].sequence.id: found for i, found in result.scores.items()}
+    outputs = [_output(self, progress, scores.get(progress.sequence.id)) for progress in self.scheduler.update(plan, result.tokens)]
     self.totals["steps"] += 1
     self.totals["generated_tokens"] += sum(len(out.token_ids) for out in outputs)
     self.totals["step_seconds"] += time.perf_counter() - begun
@@ -603,6 +607,24 @@ def _chat(
 LLM.chat = _chat
 
 # %% ../../nbs/18_engine.ipynb #71cce705
+class Stream:
+    "What one reader waits for in its event loop; half the price of an `asyncio.Queue`, which has to serve many."
+
+    def __init__(self, loop: asyncio.AbstractEventLoop): self.loop, self.items, self.waiter = loop, deque(), None
+
+    def put(self, item):
+        "Give something to the reader; called in its loop."
+        self.items.append(item)
+        if self.waiter is not None and not self.waiter.done(): self.waiter.set_result(None)
+
+    async def get(self):
+        "The next item, as soon as there is one."
+        if not self.items:
+            self.waiter = self.loop.create_future()
+            await self.waiter
+        return self.items.popleft()
+
+# %% ../../nbs/18_engine.ipynb #d2ec5a18
 class AsyncEngine:
     "An engine in a thread, with a stream for each request."
 
@@ -623,7 +645,7 @@ class AsyncEngine:
         if not loaded: self.engine.reload = partial(reload_weights, decoder, model, quantize)
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, self.engine.max_model_len, self.engine.vocab_size
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()   # functions to run in the engine's thread; None ends it
-        self.streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}   # the thread's own
+        self.streams: dict[str, Stream] = {}                  # the thread's own
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
@@ -647,7 +669,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.thread.join)
         self.thread = None
 
-# %% ../../nbs/18_engine.ipynb #d2ec5a18
+# %% ../../nbs/18_engine.ipynb #aa267dd4
 def _loop(self: AsyncEngine):
     "The engine's thread: take messages, compute a step, post what came out."
     try:
@@ -676,30 +698,33 @@ def _post(self: AsyncEngine, outputs: list[StepOutput]):
     "Give outputs to their streams, with one wake-up for each event loop."
     by_loop: dict[asyncio.AbstractEventLoop, list] = {}
     for out in outputs:
-        loop, stream = self.streams[out.request_id]
-        by_loop.setdefault(loop, []).append((stream, out))
-    for request_id in {out.request_id for out in outputs} - self.engine.requests.keys(): del self.streams[request_id]
+        stream = self.streams[out.request_id]
+        by_loop.setdefault(stream.loop, []).append((stream, out))
+    for out in outputs:
+        if out.finish_reason is not None and out.request_id not in self.engine.requests: self.streams.pop(out.request_id, None)
     for loop, pairs in by_loop.items(): _call(loop, _put_all, pairs)
 
 
 def _post_error(self: AsyncEngine, request_id: str, error: Exception):
     if request_id in self.streams:
-        loop, stream = self.streams.pop(request_id)
-        _call(loop, _put_all, [(stream, error)])
+        stream = self.streams.pop(request_id)
+        _call(stream.loop, stream.put, error)
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable, *args):
     "Run in an event loop; one that has closed has nobody left who listens."
-    if not loop.is_closed(): loop.call_soon_threadsafe(function, *args)
+    try: loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed(): raise
 
 
 def _put_all(pairs):
-    for stream, item in pairs: stream.put_nowait(item)
+    for stream, item in pairs: stream.put(item)
 
 
 AsyncEngine._loop = _loop
 
-# %% ../../nbs/18_engine.ipynb #aa267dd4
+# %% ../../nbs/18_engine.ipynb #18724e8e
 async def _generate_stream(
     self: AsyncEngine,
     request_id: str,              # unlike that of every request under way
@@ -712,12 +737,12 @@ async def _generate_stream(
     if self.failure is not None: raise self.failure
     if self.thread is None: raise EngineError("the engine is not running; await start() first")
     self.engine.check(prompt_token_ids, params)
-    stream, loop = asyncio.Queue(), asyncio.get_running_loop()
+    stream = Stream(asyncio.get_running_loop())
 
     def enter():
         try: self.engine.add(request_id, prompt_token_ids, params, priority, cache_salt)
-        except (RequestRefused, QueueFull) as refusal: _call(loop, stream.put_nowait, refusal)
-        else: self.streams[request_id] = loop, stream
+        except (RequestRefused, QueueFull) as refusal: _call(stream.loop, stream.put, refusal)
+        else: self.streams[request_id] = stream
 
     self.inbox.put(enter)
     left = params.n

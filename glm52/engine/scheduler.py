@@ -51,6 +51,8 @@ class Sequence:
     pages_sent: int = 0                   # leading pages that the runner's table has
     digests: list[bytes] = field(default_factory=list)  # the prefix cache's: of its full pages
     settled: int = 0                      # the prefix cache's: leading pages that can be found
+    spared: int = -1                      # tokens that it had when `preempt_last` took it; it is left alone until it has more
+    followers: list["Sequence"] = field(default_factory=list)  # wait until its prompt is computed, and then find it in the cache
 
     @property
     def order(self) -> tuple[int, int]: return self.priority, self.arrival
@@ -146,6 +148,7 @@ class Scheduler:
         self.running: list[Sequence] = []               # sorted by `order`
         self.queue: list[tuple[int, int, Sequence]] = []  # heap; finished ones are dropped when they come up
         self.waiting = self.arrivals = self.preemptions = self.steps = 0
+        self.refused: tuple[Sequence, int, int] | None = None  # the head of the queue that did not fit, pages free and sequences running then
 
     def check(self, prompt_len: int, max_tokens: int | None) -> int:
         "How many tokens the answer may have; `RequestRefused` if this cannot be served."
@@ -158,14 +161,21 @@ class Scheduler:
             raise RequestRefused(f"the prompt has {prompt_len} tokens and the context holds {limit}, so there is no room for an answer; shorten the prompt")
         return limit - prompt_len if max_tokens is None else max_tokens
 
-    def add(self, sequence: Sequence):
+    def add(
+        self,
+        sequence: Sequence,
+        after: Sequence | None = None,  # one with the same prompt, added before: wait until it has computed it
+    ):
         "Let a sequence wait for its turn."
         room = self.check(len(sequence.tokens), sequence.max_tokens)
         if self.waiting >= self.max_waiting: raise QueueFull(f"{self.waiting} sequences are waiting, as many as the queue holds; try again later")
         sequence.prompt_len, sequence.limit = len(sequence.tokens), len(sequence.tokens) + room
         self.arrivals += 1
         sequence.arrival = self.arrivals
-        self._wait(sequence)
+        if after is None: self._wait(sequence)
+        else:
+            after.followers.append(sequence)
+            self.waiting += 1
 
     def _wait(self, sequence: Sequence):
         sequence.state, self.waiting = WAITING, self.waiting + 1
@@ -214,8 +224,10 @@ def _preempt(self: Scheduler, sequence: Sequence, step: Step):
 
 
 def _preempt_last(self: Scheduler):
-    "Between two steps: send the last in order back to the queue, as if its pages were needed."
-    if self.running: _preempt(self, self.running[-1], Step([], 0))
+    "Between two steps: send the last in order back to the queue, as if its pages were needed. Once for each token that it gains: a caller that asks at every step stops nobody."
+    if not self.running or len((last := self.running[-1]).tokens) == last.spared: return
+    last.spared = len(last.tokens)
+    _preempt(self, last, Step([], 0))
 
 
 Scheduler.preempt_last = _preempt_last
@@ -229,10 +241,12 @@ def _admit(self: Scheduler, step: Step, prefilling: list[Sequence]):
         while self.queue and self.queue[0][2].state is FINISHED: heapq.heappop(self.queue)
         if not self.queue: return
         sequence = self.queue[0][2]
+        if _still_refused(self, sequence): return
         sequence.pages = self.pages.match(sequence) if sequence.reuse else []
         needed = -(-len(sequence.tokens) // self.pages.page_size) - len(sequence.pages)
         if self.pages.free < needed + (len(self.running) if self.running else 0):
             self.pages.release(sequence)
+            self.refused = sequence, self.pages.free, len(self.running)
             return
         heapq.heappop(self.queue)
         sequence.computed = len(sequence.pages) * self.pages.page_size
@@ -242,6 +256,13 @@ def _admit(self: Scheduler, step: Step, prefilling: list[Sequence]):
         insort(self.running, sequence, key=attrgetter("order"))
         insort(prefilling, sequence, key=attrgetter("order"))
         unfinished += len(sequence.tokens) - sequence.computed
+
+
+def _still_refused(self: Scheduler, sequence: Sequence) -> bool:
+    "Whether nothing has changed for the better since this one did not fit: to search its pages again at every step would cost as much as its prompt is long."
+    if self.refused is None: return False
+    who, free, running = self.refused
+    return who is sequence and bool(self.running) and self.pages.free <= free and len(self.running) >= running
 
 
 def _prompt_rows(self: Scheduler, step: Step, prefilling: list[Sequence]):
@@ -300,11 +321,21 @@ def _update(
         if not new and sequence.computed == limit: sequence.finish_reason = "length"  # max_tokens = 0
         self.pages.filled(sequence)
         ended = sequence.finish_reason is not None
+        if sequence.followers and sequence.computed >= sequence.prompt_len: _let_follow(self, sequence)
         if ended: self.finish(sequence)
         if new or ended: progress.append(Progress(sequence, new, ended))
     return progress
 
 # %% ../../nbs/15_scheduler.ipynb #74c5555b
+def _let_follow(self: Scheduler, sequence: Sequence):
+    "Queue those that waited for this one's prompt, at the place of their arrival."
+    for follower in sequence.followers:
+        if follower.state is FINISHED: continue
+        self.waiting -= 1
+        self._wait(follower)
+    sequence.followers = []
+
+
 def _finish(
     self: Scheduler,
     sequence: Sequence,
@@ -317,6 +348,7 @@ def _finish(
     sequence.state = FINISHED
     sequence.finish_reason = sequence.finish_reason or reason
     self.pages.release(sequence)
+    if sequence.followers: _let_follow(self, sequence)
     if len(self.queue) > 2 * self.waiting + 64:  # many aborted ones are still in the heap
         self.queue = [entry for entry in self.queue if entry[2].state is WAITING]
         heapq.heapify(self.queue)
@@ -329,7 +361,8 @@ def _check_integrity(self: Scheduler):
     "Raise `AssertionError` if the books do not balance."
     def need(fact, what):
         if not fact: raise AssertionError(what)
-    waiting = [entry[2] for entry in self.queue if entry[2].state is WAITING]
+    queued = [entry[2] for entry in self.queue if entry[2].state is WAITING]
+    waiting = queued + [follower for s in [*queued, *self.running] for follower in s.followers if follower.state is WAITING]
     need(len(waiting) == self.waiting, f"{len(waiting)} sequences wait, the count says {self.waiting}")
     need(len(self.running) <= self.max_num_seqs, f"{len(self.running)} sequences run, {self.max_num_seqs} may")
     need(self.running == sorted(self.running, key=attrgetter("order")), "running sequences are out of order")

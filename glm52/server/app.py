@@ -6,7 +6,7 @@
 __all__ = ['OPEN_PATHS', 'Guard', 'error_for', 'health', 'create_app', 'control_routes', 'ServeError', 'claim', 'run']
 
 # %% ../../nbs/25_server.ipynb #6ad7ee83
-import hmac, logging, re, signal, socket, time, uuid
+import gc, hmac, logging, re, signal, socket, time, uuid
 from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -164,8 +164,11 @@ def run(
     "Serve until told to stop, and leave in good order."
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain))
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    gc.collect()
+    gc.freeze()      # what is loaded stays: a collector that walked through it again and again would stop every answer for tenths of a second
     try: server.run(sockets=[listener])  # installs its own handlers, and repeats the signal to ours afterwards
     finally:
+        gc.unfreeze()
         for number, handler in before.items(): signal.signal(number, handler)
         listener.close()
     if not server.started: raise ServeError("the server did not start; the log above says why")

@@ -274,6 +274,7 @@ def bench_index_prefill(heads: int = 32, width: int = 128, rows: int = 4096) -> 
 # %% ../nbs/28_bench_kernels.ipynb #d53c0592
 BENCHES: dict[str, Callable | str] = {"topk": bench_topk, "sparse_decode_bf16": bench_sparse_decode, "index_scores": bench_index_scores}   # a name, or "module:function" of a later chapter
 BENCHES |= {name: f"glm52.bench_fused:bench_{name}" for name in ("indexer_prepare", "cache_write", "norm_quant", "rope")}
+BENCHES |= {name: f"glm52.bench_moe:bench_{name}" for name in ("linear_fp8", "moe_fp8")}
 BENCHES |= {name: f"glm52.bench_sparse:bench_{name}" for name in ("sparse_decode_fp8", "sparse_prefill_bf16")}
 
 

@@ -15,7 +15,7 @@ TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "in
           "prepare_latent, FP8": ("latent", True, True), "prepare_latent, BF16": ("latent", False, True), "prepare_latent, half-split": ("latent", True, False),
           "slots": ("slots",), "norm_quant": ("norm_quant", True, True, True), "add_rms_norm": ("norm_quant", True, True, False),
           "norm_quant, FP8 alone": ("norm_quant", False, False, True),
-          "linear_fp8, few rows": ("linear", "few", 64, 16, 4, 4), "linear_fp8, one row": ("linear", "few", 64, 1, 4, 4),
+          "linear_fp8, few rows": ("linear", "few", 64, 16, 4, 4), "linear_fp8, one row": ("linear", "few", 64, 1, 6, 4), "linear_fp8, 64 rows": ("linear", "few", 64, 64, 3, 4),
           "linear_fp8, many rows": ("linear", "many", 128, 128, 3, 8), "quantize_rows": ("linear", "rows", 0, 0, 0, 4),
           "experts, few rows": ("experts", "few", 64, 16, 3, 4, False), "experts, few rows in order": ("experts", "few", 64, 16, 3, 4, True),
           "experts, many rows": ("experts", "many", 128, 64, 3, 4, True), "experts, combine": ("experts", "combine", 1024, 0, 0, 4, True),
@@ -127,9 +127,10 @@ def compile_linear(form, tile_n, rows, stages, warps):
     from glm52.kernels import fp8
     weight = dict(w_ptr="fp8e4nv", scale_ptr="fp32", out_ptr="bf16")
     if form == "few":
-        pointers = weight | dict(x_ptr="bf16", w2_ptr="fp8e4nv", scale2_ptr="fp32", out2_ptr="bf16", part_ptr="fp32", count_ptr="i32")
-        return compile_aligned(fp8._few_rows_kernel, pointers, dict.fromkeys(("rows", "N", "K", "x_stride", "splits", "per", "N2", "splits2", "per2"), "i32"),
-                               dict(TWO=True, TILE=tile_n, ROWS=max(rows, 16), REAL=rows, STAGES=stages, AHEAD=1, PDL=True, SOFT=False), warps,
+        ready = rows > 16                                  # rows come quantised
+        pointers = weight | dict(x_ptr="fp8e4nv" if ready else "bf16", x_scale_ptr="fp32", w2_ptr="fp8e4nv", scale2_ptr="fp32", out2_ptr="bf16", part_ptr="fp32", count_ptr="i32")
+        return compile_aligned(fp8._few_rows_kernel, pointers, dict.fromkeys(("rows", "N", "K", "x_stride", "splits", "per", "N2", "splits2", "per2", "x_scale_stride"), "i32"),
+                               dict(TWO=True, TILE=tile_n, ROWS=max(rows, 16), REAL=rows, STAGES=stages, READY=ready, AHEAD=1, PDL=True, SOFT=False), warps,
                                ("N", "N2", "K", "x_stride"))
     if form == "rows":
         return compile_aligned(fp8._quantize_kernel, dict(x_ptr="bf16", q_ptr="fp8e4nv", scale_ptr="fp32"),

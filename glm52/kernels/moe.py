@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLANS', 'most_tiles', 'schedule', 'plan', 'moe_fp8', 'route', 'router']
 
-# %% ../../nbs/08_moe_kernel.ipynb #bf428db9
+# %% ../../nbs/08_moe_kernel.ipynb #0680866f
 import torch
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .fp8 import BLOCK, INTERPRETED, begin, counters, quantize_rows, quantize_tile, repeat_rows
 
-# %% ../../nbs/08_moe_kernel.ipynb #49ddcffd
+# %% ../../nbs/08_moe_kernel.ipynb #f786d9c0
 if INTERPRETED:
     @triton.jit
     def _exp(x): return tl.exp(x)
@@ -103,7 +103,7 @@ def _router_kernel(x_ptr, w_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, par
         tl.store(logits_ptr + row[:, None].to(tl.int64) * EXPERTS + expert[None, :], logits, mask=row[:, None] < rows)
         _best(logits, bias_ptr, rows, row, ids_ptr, weights_ptr, scaling, K, SLOTS, EXPERTS, NORM, ROWS)
 
-# %% ../../nbs/08_moe_kernel.ipynb #f0043a16
+# %% ../../nbs/08_moe_kernel.ipynb #a3e79e97
 @triton.jit
 def _count_kernel(ids_ptr, hist_ptr, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     "How many pairs of a chunk each expert has."
@@ -156,7 +156,7 @@ def _place_kernel(ids_ptr, first_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, C
     place = tl.load(first_ptr + chunk * EXPERTS + ids, mask=pair < pairs, other=0) + rank
     tl.store(order_ptr + place, pair, mask=pair < pairs)
 
-# %% ../../nbs/08_moe_kernel.ipynb #4644138c
+# %% ../../nbs/08_moe_kernel.ipynb #c430e3b0
 @triton.jit
 def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shared, SORTED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
     "The expert of a tile (-1: the shared one, -2: nothing to do) and the pair of each of its first REAL rows (-1: none)."
@@ -261,7 +261,7 @@ def _down_few(h_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, or
         to = repeat_rows(pair, ROWS)
         tl.store(y_ptr + to[None, :].to(tl.int64) * width + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=((to >= 0) & (column < REAL))[None, :])
 
-# %% ../../nbs/08_moe_kernel.ipynb #a8753cd2
+# %% ../../nbs/08_moe_kernel.ipynb #22b45441
 @triton.jit
 def _gate_up_many(q_ptr, q_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, h_ptr, h_scale_ptr,
                   pairs, tokens, top_k, tiles, shared, q_scale_stride, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
@@ -347,7 +347,7 @@ def _combine_kernel(y_ptr, weights_ptr, out_ptr, pairs, width, TOP_K: tl.constex
     if SHARED: total += tl.load(y_ptr + (pairs + token) * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
-# %% ../../nbs/08_moe_kernel.ipynb #4216f452
+# %% ../../nbs/08_moe_kernel.ipynb #2f9814a9
 def _pdl(pdl): return {"launch_pdl": True} if pdl and not INTERPRETED else {}
 
 
@@ -379,12 +379,13 @@ def schedule(
     _place_kernel[(chunks,)](ids, first, order, pairs, EXPERTS=experts, CHUNK=chunk, PDL=p, num_warps=8, **_pdl(pdl))
     return order, table
 
-# %% ../../nbs/08_moe_kernel.ipynb #5a796fbc
+# %% ../../nbs/08_moe_kernel.ipynb #3c79413d
 PLANS = {          # tokens up to -> how
-    16: dict(rows=16, tile1=64, stages1=3, warps1=4, tile2=64, stages2=4, warps2=4),
-    256: dict(rows=16, tile1=64, stages1=3, warps1=4, tile2=64, stages2=4, warps2=4),
-    1024: dict(rows=32, tile1=64, stages1=3, warps1=4, tile2=64, stages2=4, warps2=4),
-    1 << 30: dict(rows=128, many=True, stages1=3, warps1=8, tile2=128, stages2=3, warps2=8)}
+    1: dict(rows=16, tile1=32, stages1=5, warps1=4, tile2=64, stages2=3, warps2=4),
+    16: dict(rows=16, tile1=128, stages1=3, warps1=4, tile2=128, stages2=4, warps2=4),
+    256: dict(rows=16, tile1=64, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4),
+    1536: dict(rows=64, many=True, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4),
+    1 << 30: dict(rows=128, many=True, stages1=4, warps1=8, tile2=128, stages2=4, warps2=8)}
 
 
 def plan(
@@ -418,7 +419,7 @@ def _check(x, ids, weights, gate_up, down, shared):
         raise ValueError(f"moe: rows of x must be in one piece and start at multiples of 16 bytes, strides are {x.stride()}")
     if not x.is_cuda and not INTERPRETED: raise ValueError(f"moe: this kernel runs on a GPU; x is on the {x.device.type}")
 
-# %% ../../nbs/08_moe_kernel.ipynb #fc9c3838
+# %% ../../nbs/08_moe_kernel.ipynb #1369d5a2
 def _few(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, total, how, simple, pdl):
     "Weights fill the matrix unit's rows, tokens its columns; both products quantise their rows on the way in."
     (w1, s1), (w2, s2), ((v1, t1), (v2, t2)) = gate_up, down, shared
@@ -453,7 +454,7 @@ def _many(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, t
         TILE=how["tile2"], STAGES=how["stages2"], num_warps=how["warps2"], **common, **_pdl(pdl))
     return y
 
-# %% ../../nbs/08_moe_kernel.ipynb #5fed1a25
+# %% ../../nbs/08_moe_kernel.ipynb #fd53c135
 def moe_fp8(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     ids: Tensor,      # [T, k] int64
@@ -462,7 +463,7 @@ def moe_fp8(
     down: tuple,      # Fp8Weight [E, d, I]
     shared: tuple | None = None,  # gate_up [2I, d] and down [d, I] of an expert that every token visits, with weight 1
     how: dict | None = None,      # a plan; None: by the number of tokens. One plan for all calls makes a token's bits independent of T
-    pdl: bool = True,             # kernels start before the one in front has ended
+    pdl: bool | None = None,      # kernels start before the one in front has ended; None: up to 64 tokens
     debug: bool = False,          # look at the ids on the device first (waits for it)
 ) -> Tensor:          # [T, d] x's dtype
     "The weighted sum of each token's experts."
@@ -474,7 +475,7 @@ def moe_fp8(
         row = int(((ids < 0) | (ids >= experts)).any(1).nonzero()[0])
         raise ValueError(f"moe: row {row} names expert {int(ids[row].max())} of {experts}")
     if tokens == 0: return out
-    how = how or plan(tokens)
+    how, pdl = how or plan(tokens), tokens <= 64 if pdl is None else pdl
     rows, many = how["rows"], how.get("many", False)
     simple = not many and tokens <= min(rows, 16)
     shared_tiles, total = (triton.cdiv(tokens, rows), pairs + tokens) if shared is not None else (0, pairs)
@@ -487,7 +488,7 @@ def moe_fp8(
                                                          PDL=pdl and not INTERPRETED, num_warps=4, **_pdl(pdl))
     return out
 
-# %% ../../nbs/08_moe_kernel.ipynb #fc08d9bf
+# %% ../../nbs/08_moe_kernel.ipynb #03cf0649
 def _check_router(op, logits_or_x, bias, experts, top_k):
     "Limits of both entries."
     if experts & (experts - 1) or experts > 1024: raise ValueError(f"{op}: {experts} experts; this kernel takes a power of two, at most 1,024")
@@ -521,7 +522,7 @@ def route(
                                                  EXPERTS=experts, NORM=norm_topk_prob, ROWS=4, PDL=not INTERPRETED, num_warps=4, **_pdl(True))
     return ids, weights
 
-# %% ../../nbs/08_moe_kernel.ipynb #c432d1e3
+# %% ../../nbs/08_moe_kernel.ipynb #59166fcb
 def router(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     weight: Tensor,   # [E, d], x's dtype or fp32

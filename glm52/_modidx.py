@@ -1291,6 +1291,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'glm52.ops.sparse_mla.naive_sparse_mla': ( 'sparse_mla.html#naive_sparse_mla',
                                                                                  'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla.sparse_mla': ('sparse_mla.html#sparse_mla', 'glm52/ops/sparse_mla.py'),
+                                      'glm52.ops.sparse_mla.sparse_mla_pair': ( 'sparse_mla.html#sparse_mla_pair',
+                                                                                'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla.sparse_mla_tilelang': ( 'sparse_mla.html#sparse_mla_tilelang',
                                                                                     'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla.sparse_mla_torch': ( 'sparse_mla.html#sparse_mla_torch',

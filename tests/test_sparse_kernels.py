@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
+from glm52.device import resolve
 from glm52.kernels import sparse_mla_fp8, sparse_prefill
+from glm52.ops.sparse_mla import IMPLEMENTATIONS, sparse_mla
 
 Q = torch.zeros(2, 8, 576, dtype=torch.bfloat16)
 SLOTS = torch.zeros(2, 64, dtype=torch.int64)
@@ -22,7 +24,7 @@ def test_refusals_come_before_the_launch(name):
     slots_entry, paged_entry, cache = KERNELS[name]
     table, request = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     for arguments, words in (((Q.float(), cache, SLOTS), "bfloat16"), ((Q, cache.float(), SLOTS), "cache"), ((Q[:, :5], cache, SLOTS), "5 heads"),
-                             ((Q[..., :512], cache, SLOTS), "512"), ((Q, cache[:, :32], SLOTS), "pages of 64"), ((Q, cache[..., :640], SLOTS), "640"),
+                             ((Q[..., :512], cache, SLOTS), "512"), ((Q, cache[:, :32], SLOTS), "pages of 64"), ((Q, cache[..., :560], SLOTS), "560"),
                              ((Q, cache, SLOTS.int()), "int64"), ((Q, cache, torch.zeros(2, 4097, dtype=torch.int64)), "at most 4096"),
                              ((Q, cache, SLOTS[:1]), "2 lists"), ((Q.transpose(0, 1).contiguous().transpose(0, 1), cache, SLOTS), "contiguous"),
                              ((Q, cache, SLOTS), "runs on a GPU")):
@@ -53,6 +55,13 @@ def test_rows_are_split_while_clusters_fit():
     for split in (0, 3, 32):
         with pytest.raises(ValueError, match=f"not {split}"): sparse_mla_fp8.plan(1, split)
         with pytest.raises(ValueError, match=f"not {split}"): sparse_prefill.check_split("sparse_prefill", split)
+
+
+def test_the_pair_is_there_by_name_and_reaches_each_kernel():
+    assert resolve("sparse_mla", IMPLEMENTATIONS, None, "cuda").name != "tilelang_pair"        # until its figures are stored
+    scores = torch.zeros(70, 64, dtype=torch.int64)
+    for rows, cache, words in ((2, KERNELS["fp8"][2], "sparse_mla_fp8: this"), (70, KERNELS["prefill"][2], "sparse_prefill: this"), (2, KERNELS["prefill"][2], "sparse_mla: this")):
+        with pytest.raises(ValueError, match=words + " kernel runs on a GPU"): sparse_mla(Q[:1].expand(rows, -1, -1).contiguous(), cache, scores[:rows], 0.1, impl="tilelang_pair")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="TileLang is not installed")

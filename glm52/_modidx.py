@@ -1024,6 +1024,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'glm52.model.decoder._unmeasured': ('model.html#_unmeasured', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.fill': ('model.html#fill', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.first_difference': ('model.html#first_difference', 'glm52/model/decoder.py'),
+                                     'glm52.model.decoder.half_rows': ('model.html#half_rows', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.per_head': ('model.html#per_head', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.random_model': ('model.html#random_model', 'glm52/model/decoder.py'),
                                      'glm52.model.decoder.random_tensors': ('model.html#random_tensors', 'glm52/model/decoder.py'),

@@ -15,7 +15,8 @@ from conftest import write_checkpoint
 from glm52.model.checkpoint import CheckpointError, inspect_checkpoint, load_model, model_dtype, read_header, resolve_model, save_checkpoint
 from glm52.model.decoder import Caches, random_model, tiny_config as make_config
 from glm52.model.plan import RequestRows, StepPlan
-from glm52.ops.fp8 import Fp8Weight, quantize_weight
+from glm52.ops.fp8 import Fp8Weight, linear, quantize_weight
+from glm52.ops.moe import swiglu
 
 
 def values(model):
@@ -97,12 +98,35 @@ def test_fp8_round_trip(tmp_path):
     assert same(load_model(tmp_path / "again", device="cpu"), loaded)
 
 
-def test_fp8_rows_that_are_no_whole_blocks_are_said(tiny_model, tmp_path):
+def test_fp8_rows_that_are_no_whole_blocks_are_filled_up(tiny_model, tmp_path):
+    "64 rows of gate and of up begin a block each; the zeros between them change nothing."
     save_checkpoint(tiny_model, tmp_path, quantize=True)
     notices = []
     model = load_model(tmp_path, device="cpu", notice=notices.append)
-    assert len(notices) == 1 and "kept in float32" in notices[0] and "gate_proj" in notices[0]
-    assert isinstance(model.layers[0].attention.o, Fp8Weight) and isinstance(model.layers[0].feed_forward.gate_up, torch.Tensor)
+    dense, experts, c = model.layers[0].feed_forward, model.layers[3].feed_forward, model.config
+    assert notices == [] and all(isinstance(w, Fp8Weight) for w in (dense.gate_up, dense.down, experts.gate_up, experts.down, experts.shared_gate_up, experts.shared_down))
+    assert dense.gate_up.weight.shape == (512, c.hidden_size) and experts.gate_up.weight.shape == (c.n_routed_experts, 256, c.hidden_size)
+    assert experts.down.weight.shape == (c.n_routed_experts, c.hidden_size, 128) and experts.down.weight[..., 64:].float().abs().max() == 0
+    x = torch.randn(9, c.hidden_size, generator=torch.Generator().manual_seed(0))
+    for e in range(2):
+        gate, up, down = (model.weights.places[f"model.layers.3.mlp.experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        want = linear(torch.nn.functional.silu(linear(x, gate)) * linear(x, up), down)
+        got = swiglu(x, Fp8Weight(experts.gate_up.weight[e], experts.gate_up.scale_inv[e]), Fp8Weight(experts.down.weight[e], experts.down.scale_inv[e]))
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+    save_checkpoint(model, tmp_path / "again")
+    assert same(load_model(tmp_path / "again", device="cpu"), model)
+
+
+def test_half_a_stack_in_fp8_is_said(tiny_model, tmp_path):
+    "Gate in FP8 beside an up in float32: both are kept in float32."
+    save_checkpoint(tiny_model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors[name], tensors[name + "_scale_inv"] = quantize_weight(tensors[name])
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    notices = []
+    model = load_model(tmp_path, device="cpu", notice=notices.append)
+    assert len(notices) == 1 and "kept in float32" in notices[0] and name in notices[0] and isinstance(model.layers[0].feed_forward.gate_up, torch.Tensor)
 
 
 def test_progress_counts_every_byte(tiny_dir):

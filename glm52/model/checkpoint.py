@@ -277,7 +277,7 @@ def load_model(
     for text in report.notices: notice(text)
     if quantize is not None: notice(f"FP8 of scope {quantize}: {scope.outcome}, {scope.why}")
     if widened := model.weights.widened:
-        notice(f"{len(widened)} FP8 tensors are kept in {dtype_name(model.dtype)}, their rows are no whole blocks of 128: {_some(widened)}")
+        notice(f"{len(widened)} FP8 tensors are kept in {dtype_name(model.dtype)}, those beside them are not in FP8: {_some(widened)}")
     _read_into(model, report, scope.names, on_bytes)
     return model
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['IMPLEMENTATIONS', 'KERNEL_LIMITS', 'SEPARATE', 'Backends', 'Caches', 'SelectionError', 'Step', 'SplitKV', 'Weights',
-           'per_head', 'Indexer', 'Attention', 'Dense', 'Experts', 'Layer', 'MtpLayer', 'Capture', 'Decoder', 'fill',
-           'random_tensors', 'tiny_config', 'random_model', 'first_difference']
+           'per_head', 'Indexer', 'Attention', 'half_rows', 'Dense', 'Experts', 'Layer', 'MtpLayer', 'Capture',
+           'Decoder', 'fill', 'random_tensors', 'tiny_config', 'random_model', 'first_difference']
 
 # %% ../../nbs/10_model.ipynb #0b6e51a2
 from collections.abc import Callable, Iterable, Iterator
@@ -183,23 +183,26 @@ class Weights:
         self.places[name] = self.empty(*spec.shape, dtype=torch.float32 if spec.f32 else None)
         return self.places[name]
 
-    def matrix(self, *names: str) -> Tensor | Fp8Weight:
+    def matrix(self, *names: str, columns: int | None = None) -> Tensor | Fp8Weight:
         "One matrix made of the rows of these, one below the other."
-        stack = self.stack([names])
+        stack = self.stack([names], columns)
         return Fp8Weight(stack.weight[0], stack.scale_inv[0]) if isinstance(stack, Fp8Weight) else stack[0]
 
-    def stack(self, entries: list[tuple[str, ...]]) -> Tensor | Fp8Weight:
-        "[entries, rows, columns]: entry e holds the rows of its tensors, one below the other. In FP8 if the checkpoint is and its blocks fit."
-        (rows, columns), parts = self.specs[entries[0][0]].shape, len(entries[0])
-        quantised = [name for entry in entries for name in entry if name in self.fp8]
-        fits = len(quantised) == len(entries) * parts and (parts == 1 or rows % BLOCK == 0)
-        if quantised and not fits: self.widened += quantised
-        whole = self.empty(len(entries), parts * rows, columns, dtype=torch.float8_e4m3fn if quantised and fits else None)
-        scales = self.empty(len(entries), parts * -(-rows // BLOCK), -(-columns // BLOCK), dtype=torch.float32) if quantised and fits else None
+    def stack(self, entries: list[tuple[str, ...]], columns: int | None = None) -> Tensor | Fp8Weight:
+        """[entries, rows, columns]: entry e holds the rows of its tensors, one below the other. In FP8 if the checkpoint is, each tensor then
+        beginning with a block of its own; `columns` more than the tensors have, and rows that fill up a block, are zeros."""
+        (rows, width), parts = self.specs[entries[0][0]].shape, len(entries[0])
+        quantised, columns = [name for entry in entries for name in entry if name in self.fp8], columns or width
+        fp8 = len(quantised) == len(entries) * parts
+        if quantised and not fp8: self.widened += quantised
+        height = -(-rows // BLOCK) * BLOCK if fp8 and parts > 1 else rows
+        whole = self.empty(len(entries), parts * height, columns, dtype=torch.float8_e4m3fn if fp8 else None)
+        if (height, columns) != (rows, width): whole.zero_()
+        scales = self.empty(len(entries), parts * -(-rows // BLOCK), -(-width // BLOCK), dtype=torch.float32) if fp8 else None
         for e, entry in enumerate(entries):
-            for name, part, scale in zip(entry, whole[e].chunk(parts), scales[e].chunk(parts) if scales is not None else entry):
-                self.places[name] = part if scales is None else Fp8Weight(part, scale)
-        return whole if scales is None else Fp8Weight(whole, scales)
+            for name, part, scale in zip(entry, whole[e].chunk(parts), scales[e].chunk(parts) if fp8 else entry):
+                self.places[name] = Fp8Weight(part[:rows, :width], scale) if fp8 else part[:, :width]
+        return Fp8Weight(whole, scales) if fp8 else whole
 
     def split_kv(self, name: str) -> tuple[Tensor, Tensor]:
         "W_UK [H, nope, R] and W_UV [H, R, v] in the model's dtype: a head is 3.5 FP8 blocks, so it is cut only after dequantising."
@@ -282,13 +285,18 @@ class Attention:
         if self.indexer is not None: self.indexer.keep(h, step, caches)
 
 # %% ../../nbs/10_model.ipynb #b74e4452
+def half_rows(gate_up: Tensor | Fp8Weight) -> int:
+    "Rows of gate, or of up: what the down projection takes in, zeros that fill up a block included."
+    return (gate_up.weight if isinstance(gate_up, Fp8Weight) else gate_up).shape[-2] // 2
+
+
 class Dense:
     "The gated network of the first layers."
 
     def __init__(self, layer: int, weights: Weights, backends: Backends):
         p = f"model.layers.{layer}.mlp."
         self.gate_up = weights.matrix(p + "gate_proj.weight", p + "up_proj.weight")
-        self.down, self.backends = weights.matrix(p + "down_proj.weight"), backends
+        self.down, self.backends = weights.matrix(p + "down_proj.weight", columns=half_rows(self.gate_up)), backends
 
     def __call__(self, h: Tensor, step: Step) -> Tensor: return swiglu(h, self.gate_up, self.down, self.backends.linear)
 
@@ -301,10 +309,10 @@ class Experts:
         self.router, self.bias = weights.matrix(p + "gate.weight"), weights.vector(p + "gate.e_score_correction_bias")
         names = [f"{p}experts.{e}." for e in range(self.config.n_routed_experts)]
         self.gate_up = weights.stack([(n + "gate_proj.weight", n + "up_proj.weight") for n in names])
-        self.down = weights.stack([(n + "down_proj.weight",) for n in names])
+        self.down = weights.stack([(n + "down_proj.weight",) for n in names], columns=half_rows(self.gate_up))
         p += "shared_experts."
         self.shared_gate_up = weights.matrix(p + "gate_proj.weight", p + "up_proj.weight")
-        self.shared_down = weights.matrix(p + "down_proj.weight")
+        self.shared_down = weights.matrix(p + "down_proj.weight", columns=half_rows(self.shared_gate_up))
         self.folded = backends.moe.name == "triton"      # that kernel takes the shared expert as one more
 
     def __call__(self, h: Tensor, step: Step) -> Tensor:

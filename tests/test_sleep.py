@@ -5,11 +5,13 @@ import httpx
 import openai
 import pytest
 import torch
+from conftest import write_checkpoint
 
 from glm52.cli import new_service
-from glm52.engine.engine import AsyncEngine, Engine, EngineError, LLM
+from glm52.engine.engine import AsyncEngine, Engine, EngineClosed, EngineError, LLM
 from glm52.engine.memory import Memory, storages
 from glm52.engine.sampling import SamplingParams
+from glm52.engine.scheduler import QueueFull
 from glm52.model.decoder import random_model, tiny_config
 from glm52.server.app import create_app
 from glm52.server.protocol import live
@@ -167,8 +169,60 @@ def test_over_http():
             assert httpx.get(f"{url}/is_sleeping", headers=key).json() == {"is_sleeping": True}
             assert httpx.post(f"{url}/wake_up", headers=key, timeout=30).json() == {"paused": False, "asleep": 0}
             assert ask() == want
-        assert httpx.post(f"{url}/pause", headers=key).json()["paused"] is True
+        assert httpx.post(f"{url}/pause?arriving=refuse", headers=key).json()["paused"] is True
+        refused = httpx.post(f"{url}/v1/completions", headers=key, json={"prompt": "x"})
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_closed" and refused.headers["retry-after"]
         assert httpx.post(f"{url}/resume", headers=key).json()["paused"] is False
         assert httpx.post(f"{url}/reset_prefix_cache", headers=key).status_code == 200
     with live(create_app(new_service(AsyncEngine("glm52-nano", dtype="float32", device="cpu", max_model_len=512, num_pages=16), "glm52-nano"))) as url:
         assert httpx.post(f"{url}/sleep").status_code == 404      # only where the operator wants it
+
+
+def test_those_who_come_meanwhile_wait_or_are_refused(model):
+    engine = Engine(model, None, num_pages=40, max_model_len=256, max_waiting=2)
+    for close, open_ in ((engine.pause, engine.resume), (engine.sleep, engine.wake_up)):
+        close(arriving="refuse")
+        with pytest.raises(EngineClosed, match="takes no requests"): engine.add("a", PROMPTS[0], PARAMS)
+        open_()
+        engine.add("a", PROMPTS[0], PARAMS)
+        close()
+        engine.add("b", PROMPTS[1], PARAMS)
+        with pytest.raises(QueueFull): [engine.add(f"c{i}", PROMPTS[2], PARAMS) for i in range(3)]     # the queue has an end
+        open_()
+        assert {"a", "b"} <= finish(engine).keys() and engine.scheduler.pages.free == 40
+        engine.check_integrity()
+    with pytest.raises(EngineError, match="refuse"): engine.pause(arriving="perhaps")
+
+
+def test_sleep_after_a_preemption_without_progress(model):
+    engine = Engine(model, None, num_pages=40, max_model_len=256)
+    start(engine)
+    engine.step()
+    engine.scheduler.preempt_last()
+    while not engine.scheduler.waiting == 0: engine.step()
+    engine.scheduler.preempt_last()
+    engine.step()
+    engine.sleep(1)
+    engine.wake_up()
+    assert finish(engine) and engine.scheduler.pages.free == 40
+
+
+def test_a_changed_checkpoint_is_a_new_version(tmp_path):
+    "Level 2 reads what is there. If that is something else, nobody's tokens come from two versions, and no old page is found."
+    config = tiny_config()
+    write_checkpoint(tmp_path / "m", config, seed=0)
+    llm = LLM(tmp_path / "m", dtype="float32", device="cpu", num_pages=40, max_model_len=256)
+    engine = llm.engine
+    engine.add("begun", PROMPTS[1], PARAMS)
+    while not engine.step()[0]: continue
+    engine.add("new", PROMPTS[1], PARAMS)
+    engine.sleep(2)
+    assert engine.wake_up() == [] and engine.weights_version == 1 and len(engine.requests) == 2    # the same weights: all go on
+    engine.sleep(2)
+    write_checkpoint(tmp_path / "m", config, seed=1)
+    ends = engine.wake_up()
+    assert [(out.request_id, out.finish_reason) for out in ends] == [("begun", "abort")] and engine.weights_version == 2
+    want = LLM(random_model(config, seed=1), num_pages=40, max_model_len=256).generate({"prompt_token_ids": PROMPTS[1]}, PARAMS, use_tqdm=False)
+    assert finish(engine)["new"] == want[0].outputs[0].token_ids
+    engine.check_integrity()
+    assert engine.scheduler.pages.free == 40

@@ -230,7 +230,12 @@ def _preempt_last(self: Scheduler):
     _preempt(self, last, Step([], 0))
 
 
-Scheduler.preempt_last = _preempt_last
+def _preempt_all(self: Scheduler):
+    "Between two steps: send everybody back to the queue, for whoever needs all pages."
+    while self.running: _preempt(self, self.running[-1], Step([], 0))
+
+
+Scheduler.preempt_last, Scheduler.preempt_all = _preempt_last, _preempt_all
 
 # %% ../../nbs/15_scheduler.ipynb #579eb619
 def _admit(self: Scheduler, step: Step, prefilling: list[Sequence]):

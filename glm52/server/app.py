@@ -121,12 +121,11 @@ def control_routes(service: Service) -> APIRouter:
         stats = engine.stats()
         return json_response({"paused": bool(stats["paused"]), "asleep": stats["asleep"]})
 
-    async def sleep(level: str = "1", running: str = "keep") -> Response:
-        return await act("sleep", level=int(level) if level.isdecimal() and len(level) == 1 else level, running=running)
-
+    async def sleep(level: str = "1", running: str = "keep", arriving: str = "wait") -> Response:
+        return await act("sleep", level=int(level) if level.isdecimal() and len(level) == 1 else level, running=running, arriving=arriving)
 
     async def wake_up() -> Response: return await act("wake_up")
-    async def pause(running: str = "keep") -> Response: return await act("pause", running=running)
+    async def pause(running: str = "keep", arriving: str = "wait") -> Response: return await act("pause", running=running, arriving=arriving)
     async def resume() -> Response: return await act("resume")
     async def reset_prefix_cache() -> Response: return await act("reset_prefix_cache")
     async def is_sleeping() -> Response: return json_response({"is_sleeping": engine.stats()["asleep"] > 0})

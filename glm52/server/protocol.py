@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 import glm52
 from ..chat.template import TemplateError
 from ..chat.tokenizer import Tokenizer, TokenizerError
-from ..engine.engine import EngineError
+from ..engine.engine import EngineClosed, EngineError
 from ..engine.sampling import SamplingError, SamplingParams
 from ..engine.scheduler import QueueFull, RequestRefused
 
@@ -443,6 +443,7 @@ def api_error(
     if isinstance(cause, ApiError): return cause
     if isinstance(cause, RecursionError): return ApiError("the request is nested too deeply")
     if isinstance(cause, QueueFull): return ApiError(str(cause), 429, code="rate_limit_exceeded")
+    if isinstance(cause, EngineClosed): return ApiError(str(cause), 503, code="engine_closed")
     if isinstance(cause, EngineError): return ApiError(str(cause), 500, code="engine_error")
     if isinstance(cause, TemplateError): return ApiError(str(cause), param="messages")
     if isinstance(cause, TokenizerError): return ApiError(str(cause), param="prompt")

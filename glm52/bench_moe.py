@@ -7,7 +7,7 @@ __all__ = ['TOKENS', 'SHAPES', 'VARIANTS', 'OTHER_PLANS', 'random_weight', 'five
            'linear_error', 'bench_linear_fp8', 'some_tokens', 'plain_experts', 'moe_error', 'few', 'many',
            'bench_moe_fp8']
 
-# %% ../nbs/28_bench_kernels_moe.ipynb #a11f1fca
+# %% ../nbs/28_bench_kernels_moe.ipynb #ee44ca01
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,7 +19,7 @@ from .kernels import fp8, moe
 from .ops.fp8 import Fp8Weight, dequantize_activation, dequantize_weight, naive_linear_fp8, quantize_activation
 from .ops.moe import naive_route
 
-# %% ../nbs/28_bench_kernels_moe.ipynb #3994f56a
+# %% ../nbs/28_bench_kernels_moe.ipynb #1c59ffb2
 TOKENS = (1, 8, 64, 256, 4096)
 SHAPES = {"q_a": (2048, 6144), "kv_a": (576, 6144), "q_b": (16384, 2048), "wq_b": (4096, 2048), "o": (6144, 16384), "gate_up": (24576, 6144),
           "down": (6144, 12288), "shared_gate_up": (4096, 6144), "shared_down": (6144, 2048)}   # out, in
@@ -47,7 +47,7 @@ def five_layers(
         launches += [("gate_up",), ("down",)] if layer < 3 else [("shared_gate_up",), ("shared_down",)]
     return launches if together else [(name,) for names in launches for name in names]
 
-# %% ../nbs/28_bench_kernels_moe.ipynb #32db0775
+# %% ../nbs/28_bench_kernels_moe.ipynb #ee1125bc
 def linear_weights(
     copies: bool = True,   # every layer its own
 ) -> dict[str, list[Fp8Weight]]:
@@ -91,7 +91,7 @@ def linear_error(weights: dict[str, list[Fp8Weight]], tokens: int) -> float:
     if not max(errors) < 5e-3: raise AssertionError(f"linear_fp8: {tokens} rows: relative errors {errors}")
     return max(errors)
 
-# %% ../nbs/28_bench_kernels_moe.ipynb #72e8b4f2
+# %% ../nbs/28_bench_kernels_moe.ipynb #6a0f75b0
 VARIANTS = {"glm52, a weight a launch": dict(together=False), "glm52, programmatic launch": dict(rows=16, pdl=True),
             "glm52, programmatic launch, 2 blocks ahead": dict(rows=16, pdl=True, ahead=2)}
 
@@ -108,7 +108,7 @@ def bench_linear_fp8() -> Iterator[Row]:
             for name, how in VARIANTS.items(): yield row("linear_fp8", name, figure(linear_step(weights, tokens, **how)), floor, fp8, tokens=tokens)
         if tokens in (64, 256): yield row("linear_fp8", "glm52, form of many rows", figure(linear_step(weights, tokens, form="many")), floor, fp8, tokens=tokens)
 
-# %% ../nbs/28_bench_kernels_moe.ipynb #30d98047
+# %% ../nbs/28_bench_kernels_moe.ipynb #684d89ef
 def some_tokens(
     tokens: int,       # T
     experts: int = 256,  # E
@@ -144,7 +144,7 @@ def moe_error(step: tuple, layer: tuple) -> float:
     if not error < 3e-2: raise AssertionError(f"moe_fp8: {len(x)} tokens: relative error {error}")
     return error
 
-# %% ../nbs/28_bench_kernels_moe.ipynb #7e2c55ce
+# %% ../nbs/28_bench_kernels_moe.ipynb #4160f61b
 def few(tile1: int, stages1: int, tile2: int, stages2: int, rows: int = 16) -> dict:
     "A plan for few rows an expert."
     return dict(rows=rows, tile1=tile1, stages1=stages1, warps1=4, tile2=tile2, stages2=stages2, warps2=4)
@@ -157,7 +157,7 @@ def many(rows: int, stages1: int, stages2: int, warps: int) -> dict:
 
 OTHER_PLANS = {1: {"tiles 64/128": few(64, 3, 128, 3), "tiles 32/128": few(32, 5, 128, 3)}, 8: {"tiles 64/128": few(64, 4, 128, 3), "tiles 64/64": few(64, 3, 64, 4)},
                64: {"tiles 128/128": few(128, 3, 128, 4), "tiles 64/64": few(64, 3, 64, 4)}, 256: {"64 rows": many(64, 3, 3, 4), "tiles 128/128": few(128, 3, 128, 4)},
-               4096: {"64 rows": many(64, 3, 3, 4), "64 rows, 2 stages": many(64, 2, 3, 4)}}   # tokens -> plans measured beside the chosen one
+               4096: {"128 rows": many(128, 4, 4, 8), "64 rows": many(64, 3, 3, 4)}}   # tokens -> plans measured beside the chosen one
 
 
 def bench_moe_fp8(experts: int = 256, width: int = 6144, inner: int = 2048) -> Iterator[Row]:

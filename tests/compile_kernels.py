@@ -142,7 +142,7 @@ def compile_linear(form, tile_n, rows, stages, warps):
 def experts_first(form, tile, rows, stages, warps, ordered):
     from glm52.kernels import moe
     import triton.language as tl
-    numbers = dict.fromkeys(("pairs", "tokens", "top_k", "tiles", "shared", "x_stride", "q_scale_stride", "h_scale_stride"), "i32")
+    numbers = dict.fromkeys(("pairs", "tokens", "top_k", "tiles", "shared", "low", "high", "x_stride", "q_scale_stride", "h_scale_stride"), "i32")
     pointers = dict(w_ptr="fp8e4nv", scale_ptr="fp32", shared_ptr="fp8e4nv", shared_scale_ptr="fp32", ids_ptr="i64", order_ptr="i32", tile_ptr="i32")
     constants = dict(width=6144, inner=2048, ROWS=rows, STAGES=stages, PDL=True)
     if form == "few":

@@ -67,7 +67,9 @@ def test_schedule_names_every_pair_once_and_no_empty_tile(experts, tokens, k, ro
 
 
 FORMS = {"as planned": None, "32 rows": dict(rows=32, tile1=64, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4),
-         "many": dict(rows=64, many=True, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4)}
+         "many": dict(rows=64, many=True, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4),
+         "two sizes": dict(rows=16, many=True, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4,
+                           rest=dict(rows=4, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4))}
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])

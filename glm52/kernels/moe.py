@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLANS', 'most_tiles', 'schedule', 'plan', 'moe_fp8', 'route', 'router']
 
-# %% ../../nbs/08_moe_kernel.ipynb #0680866f
+# %% ../../nbs/08_moe_kernel.ipynb #f9dfd501
 import torch
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .fp8 import BLOCK, INTERPRETED, begin, counters, quantize_rows, quantize_tile, repeat_rows
 
-# %% ../../nbs/08_moe_kernel.ipynb #f786d9c0
+# %% ../../nbs/08_moe_kernel.ipynb #bcf9c685
 if INTERPRETED:
     @triton.jit
     def _exp(x): return tl.exp(x)
@@ -103,7 +103,7 @@ def _router_kernel(x_ptr, w_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, par
         tl.store(logits_ptr + row[:, None].to(tl.int64) * EXPERTS + expert[None, :], logits, mask=row[:, None] < rows)
         _best(logits, bias_ptr, rows, row, ids_ptr, weights_ptr, scaling, K, SLOTS, EXPERTS, NORM, ROWS)
 
-# %% ../../nbs/08_moe_kernel.ipynb #a3e79e97
+# %% ../../nbs/08_moe_kernel.ipynb #4e33939e
 @triton.jit
 def _count_kernel(ids_ptr, hist_ptr, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     "How many pairs of a chunk each expert has."
@@ -156,9 +156,10 @@ def _place_kernel(ids_ptr, first_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, C
     place = tl.load(first_ptr + chunk * EXPERTS + ids, mask=pair < pairs, other=0) + rank
     tl.store(order_ptr + place, pair, mask=pair < pairs)
 
-# %% ../../nbs/08_moe_kernel.ipynb #c430e3b0
+# %% ../../nbs/08_moe_kernel.ipynb #f41a2c07
 @triton.jit
-def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shared, SORTED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
+def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shared, low, high,
+                  SORTED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
     "The expert of a tile (-1: the shared one, -2: nothing to do) and the pair of each of its first REAL rows (-1: none)."
     r = tl.arange(0, REAL)
     if tile < shared:
@@ -169,8 +170,9 @@ def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shar
         tile -= shared
         if SORTED:
             if tile < tl.load(tile_ptr + tiles * 3):
-                expert = tl.load(tile_ptr + tile * 3)
-                pair = tl.load(order_ptr + tl.load(tile_ptr + tile * 3 + 1) + r, mask=r < tl.load(tile_ptr + tile * 3 + 2), other=-1)
+                count = tl.load(tile_ptr + tile * 3 + 2)
+                expert = tl.where((count > low) & (count <= high), tl.load(tile_ptr + tile * 3), -2)     # others are another launch's
+                pair = tl.load(order_ptr + tl.load(tile_ptr + tile * 3 + 1) + r, mask=r < count, other=-1)
             else:
                 expert = tile * 0 - 2
                 pair = r * 0 - 1
@@ -194,7 +196,7 @@ def _gate_up_few(x_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr,
                  PDL: tl.constexpr, SOFT: tl.constexpr):
     "h[pair] = silu(gate x) · (up x): TILE gate rows and their up rows, times ROWS rows quantised on the way in."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, SORTED, PAIRS, ROWS, REAL)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, 0, 1 << 30, SORTED, PAIRS, ROWS, REAL)
     if expert > -2:
         token = tl.where(pair < pairs, pair // top_k, pair - pairs)
         BLOCKS: tl.constexpr = width // 128
@@ -234,7 +236,7 @@ def _down_few(h_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, or
               PDL: tl.constexpr, SOFT: tl.constexpr):
     "y[pair] = down h[pair], quantised on the way in."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, SORTED, PAIRS, ROWS, REAL)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, 0, 1 << 30, SORTED, PAIRS, ROWS, REAL)
     if expert > -2:
         BLOCKS: tl.constexpr = inner // 128
         if expert >= 0:
@@ -261,14 +263,14 @@ def _down_few(h_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, or
         to = repeat_rows(pair, ROWS)
         tl.store(y_ptr + to[None, :].to(tl.int64) * width + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=((to >= 0) & (column < REAL))[None, :])
 
-# %% ../../nbs/08_moe_kernel.ipynb #22b45441
+# %% ../../nbs/08_moe_kernel.ipynb #2d13500b
 @triton.jit
 def _gate_up_many(q_ptr, q_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, h_ptr, h_scale_ptr,
-                  pairs, tokens, top_k, tiles, shared, q_scale_stride, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
+                  pairs, tokens, top_k, tiles, shared, low, high, q_scale_stride, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
                   ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, SOFT: tl.constexpr, DTYPE: tl.constexpr):
     "ROWS rows · (128 gate and 128 up columns); SwiGLU and the scale of the 128 results in the epilogue."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, True, 1, ROWS, ROWS)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, low, high, True, 1, ROWS, ROWS)
     if expert > -2:
         token = tl.where(pair < pairs, tl.maximum(pair, 0) // top_k, pair - pairs)
         BLOCKS: tl.constexpr = width // 128
@@ -302,11 +304,11 @@ def _gate_up_many(q_ptr, q_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale
 
 @triton.jit
 def _down_many(h_ptr, h_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, y_ptr,
-               pairs, tokens, tiles, shared, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
+               pairs, tokens, tiles, shared, low, high, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
                TILE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
     "y[pair] = down h[pair]."
     begin(PDL)
-    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, True, 1, ROWS, ROWS)
+    expert, pair = _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tl.program_id(1), pairs, tokens, tiles, shared, low, high, True, 1, ROWS, ROWS)
     if expert > -2:
         BLOCKS: tl.constexpr = inner // 128
         if expert >= 0:
@@ -347,7 +349,7 @@ def _combine_kernel(y_ptr, weights_ptr, out_ptr, pairs, width, TOP_K: tl.constex
     if SHARED: total += tl.load(y_ptr + (pairs + token) * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
-# %% ../../nbs/08_moe_kernel.ipynb #2f9814a9
+# %% ../../nbs/08_moe_kernel.ipynb #35df98b2
 def _pdl(pdl): return {"launch_pdl": True} if pdl and not INTERPRETED else {}
 
 
@@ -379,18 +381,19 @@ def schedule(
     _place_kernel[(chunks,)](ids, first, order, pairs, EXPERTS=experts, CHUNK=chunk, PDL=p, num_warps=8, **_pdl(pdl))
     return order, table
 
-# %% ../../nbs/08_moe_kernel.ipynb #3c79413d
+# %% ../../nbs/08_moe_kernel.ipynb #56f9d653
 PLANS = {          # tokens up to -> how
     1: dict(rows=16, tile1=32, stages1=5, warps1=4, tile2=64, stages2=3, warps2=4),
     16: dict(rows=16, tile1=128, stages1=3, warps1=4, tile2=128, stages2=4, warps2=4),
     256: dict(rows=16, tile1=64, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4),
     1536: dict(rows=64, many=True, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4),
-    1 << 30: dict(rows=128, many=True, stages1=4, warps1=8, tile2=128, stages2=4, warps2=8)}
+    1 << 30: dict(rows=128, many=True, stages1=4, warps1=8, tile2=128, stages2=4, warps2=8,
+                  rest=dict(rows=64, stages1=3, warps1=4, tile2=128, stages2=3, warps2=4))}
 
 
 def plan(
     tokens: int,   # T
-) -> dict:         # rows of a tile, outputs of a tile, stages and warps of both products; many: rows fill the matrix unit's rows
+) -> dict:         # rows and outputs of a tile, stages and warps of both products; many: rows fill the matrix unit's rows; rest: tiles of few rows
     "Tile sizes for a number of tokens."
     return next(p for most, p in PLANS.items() if tokens <= most)
 
@@ -419,7 +422,7 @@ def _check(x, ids, weights, gate_up, down, shared):
         raise ValueError(f"moe: rows of x must be in one piece and start at multiples of 16 bytes, strides are {x.stride()}")
     if not x.is_cuda and not INTERPRETED: raise ValueError(f"moe: this kernel runs on a GPU; x is on the {x.device.type}")
 
-# %% ../../nbs/08_moe_kernel.ipynb #1369d5a2
+# %% ../../nbs/08_moe_kernel.ipynb #d4a22a7b
 def _few(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, total, how, simple, pdl):
     "Weights fill the matrix unit's rows, tokens its columns; both products quantise their rows on the way in."
     (w1, s1), (w2, s2), ((v1, t1), (v2, t2)) = gate_up, down, shared
@@ -445,16 +448,21 @@ def _many(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, t
     h_scale = torch.empty(inner // BLOCK, triton.cdiv(total, 4) * 4, dtype=torch.float32, device=x.device)
     y = torch.empty(total, width, dtype=x.dtype, device=x.device)
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[x.dtype]
-    common = dict(width=width, inner=inner, ROWS=how["rows"], PDL=p)
-    _gate_up_many[(inner // BLOCK, tiles + shared_tiles)](
-        q, q_scale, w1, s1, v1, t1, *tables, h, h_scale, pairs, tokens, top_k, tiles, shared_tiles, q_scale.stride(0), h_scale.stride(0),
-        STAGES=how["stages1"], SOFT=INTERPRETED, DTYPE=kind, num_warps=how["warps1"], **common, **_pdl(pdl))
-    _down_many[(width // how["tile2"], tiles + shared_tiles)](
-        h, h_scale, w2, s2, v2, t2, *tables, y, pairs, tokens, tiles, shared_tiles, h_scale.stride(0),
-        TILE=how["tile2"], STAGES=how["stages2"], num_warps=how["warps2"], **common, **_pdl(pdl))
+    common = dict(width=width, inner=inner, PDL=p)
+    parts = [(how, 0, shared_tiles)]
+    if rest := how.get("rest"): parts = [(how, rest["rows"], shared_tiles), (rest, 0, 0)]     # the last rows of an expert: a smaller tile
+    limits = [(low, part["rows"]) for part, low, _ in parts]
+    for (part, _, front), (low, high) in zip(parts, limits):
+        _gate_up_many[(inner // BLOCK, tiles + front)](
+            q, q_scale, w1, s1, v1, t1, *tables, h, h_scale, pairs, tokens, top_k, tiles, front, low, high, q_scale.stride(0), h_scale.stride(0),
+            ROWS=part["rows"], STAGES=part["stages1"], SOFT=INTERPRETED, DTYPE=kind, num_warps=part["warps1"], **common, **_pdl(pdl))
+    for (part, _, front), (low, high) in zip(parts, limits):
+        _down_many[(width // part["tile2"], tiles + front)](
+            h, h_scale, w2, s2, v2, t2, *tables, y, pairs, tokens, tiles, front, low, high, h_scale.stride(0),
+            ROWS=part["rows"], TILE=part["tile2"], STAGES=part["stages2"], num_warps=part["warps2"], **common, **_pdl(pdl))
     return y
 
-# %% ../../nbs/08_moe_kernel.ipynb #fd53c135
+# %% ../../nbs/08_moe_kernel.ipynb #0e053ffb
 def moe_fp8(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     ids: Tensor,      # [T, k] int64
@@ -488,7 +496,7 @@ def moe_fp8(
                                                          PDL=pdl and not INTERPRETED, num_warps=4, **_pdl(pdl))
     return out
 
-# %% ../../nbs/08_moe_kernel.ipynb #03cf0649
+# %% ../../nbs/08_moe_kernel.ipynb #cb3077c6
 def _check_router(op, logits_or_x, bias, experts, top_k):
     "Limits of both entries."
     if experts & (experts - 1) or experts > 1024: raise ValueError(f"{op}: {experts} experts; this kernel takes a power of two, at most 1,024")
@@ -522,7 +530,7 @@ def route(
                                                  EXPERTS=experts, NORM=norm_topk_prob, ROWS=4, PDL=not INTERPRETED, num_warps=4, **_pdl(True))
     return ids, weights
 
-# %% ../../nbs/08_moe_kernel.ipynb #59166fcb
+# %% ../../nbs/08_moe_kernel.ipynb #52516842
 def router(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     weight: Tensor,   # [E, d], x's dtype or fp32

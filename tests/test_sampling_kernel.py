@@ -11,7 +11,7 @@ from glm52.kernels import sampling
 from glm52.kernels.sampling import Plan, choose
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
-SMALL = Plan(piece=16, pieces=16, aim=8, aim_many=24, few=32, many=128, part=16, tile=512)
+SMALL = Plan(piece=16, pieces=16, aim=8, aim_more=12, aim_most=24, few=32, many=128, part=16, tile=512)
 INF, NAN = math.inf, math.nan
 
 
@@ -108,7 +108,7 @@ def test_a_row_does_not_know_its_neighbours():
 @interpreted
 def test_the_plan_changes_nothing_but_the_way():
     z, wishes = peaked(3, 400, slope=1.2), [SamplingParams(top_p=p) for p in (0.3, 0.8, 0.97)]
-    plans = [SMALL, dataclasses.replace(SMALL, aim=2, aim_many=4, tile=128), dataclasses.replace(SMALL, aim=40, many=1024, piece=64, pieces=4)]
+    plans = [SMALL, dataclasses.replace(SMALL, aim=2, aim_more=3, aim_most=4, tile=128), dataclasses.replace(SMALL, aim=40, many=1024, piece=64, pieces=4)]
     ways = [tuple(agree(z, wishes, plan)) for plan in plans]
     assert len(set(ways)) > 1
 

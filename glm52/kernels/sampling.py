@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_VOCAB', 'PLAN', 'Plan', 'launch', 'choose']
 
-# %% ../../nbs/13_sampling_kernel.ipynb #8f91629b
+# %% ../../nbs/13_sampling_kernel.ipynb #9d74c8b6
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ import glm52.device            # decides whether Triton interprets, before Trito
 import triton
 import triton.language as tl
 
-# %% ../../nbs/13_sampling_kernel.ipynb #ccf4a06e
+# %% ../../nbs/13_sampling_kernel.ipynb #d10a1c33
 @triton.jit
 def _logarithm(x, nearly_one):
     "log of fp32 x > 0; `nearly_one` is x - 1, exact where x is close to 1. The operations of `ops` in their order."
@@ -71,7 +71,7 @@ def _limit(total, top_p):
     q = tl.ceil(top_p * 16777216.0).to(tl.int64)
     return tl.maximum((total >> 24) * q + (((total & 0xFFFFFF) * q) >> 24), 1)
 
-# %% ../../nbs/13_sampling_kernel.ipynb #1d78c540
+# %% ../../nbs/13_sampling_kernel.ipynb #85b3525d
 @triton.jit
 def _ordered(x):
     "int32 that sorts as the float does; -0.0 is +0.0."
@@ -108,275 +108,375 @@ def _word(seed, position, choice, token):
     place = token % 4
     return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
 
-# %% ../../nbs/13_sampling_kernel.ipynb #c1d5e869
+# %% ../../nbs/13_sampling_kernel.ipynb #c838d7ab
 @triton.jit
-def _scan_kernel(z_ptr, row_stride, reals_ptr, max_ptr, sum_ptr, vocab, subs, SUB: tl.constexpr, ROWS: tl.constexpr):
-    "Of SUB logits each: the largest, and the sum of exp((z - largest) / temperature)."
+def _wishes(reals_ptr, wholes_ptr, row):
+    "Temperature, top-p, log min-p, top-k, seed and choice of a row."
+    return (tl.load(reals_ptr + row * 6), tl.load(reals_ptr + row * 6 + 1), tl.load(reals_ptr + row * 6 + 2),
+            tl.load(wholes_ptr + row * 6), tl.load(wholes_ptr + row * 6 + 1), tl.load(wholes_ptr + row * 6 + 2))
+
+
+@triton.jit
+def _scaled(x, high, temperature):
+    "(x - high) / temperature, rounded as torch rounds."
+    return tl.div_rn(x - high, temperature + tl.zeros_like(x))
+
+
+@triton.jit
+def _rate(temperature):
+    "What exponents of 2 are multiplied by; only estimates use it."
+    return tl.minimum(1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0), 1e30)
+
+# %% ../../nbs/13_sampling_kernel.ipynb #75bd889b
+@triton.jit
+def _scan_kernel(z_ptr, row_stride, reals_ptr, max_ptr, sum_ptr, vocab, pieces, PIECE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    "Of each piece of a row: the largest logit, and the sum of exp((z - largest) / temperature)."
+    if PDL: tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
-    sub = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    temperature = tl.load(reals_ptr + row * 6)
-    rate = tl.minimum(1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0), 1e30)
-    place = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rate = _rate(tl.load(reals_ptr + row * 6))
+    place = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     x = tl.load(z_ptr + row * row_stride + place, mask=place < vocab, other=-float("inf"))
     best = tl.max(x, 1)
     base = tl.where(best == -float("inf"), 0.0, best)
     total = tl.sum(tl.exp2((x - base[:, None]) * rate), 1)
-    tl.store(max_ptr + row * subs + sub, best, mask=sub < subs)
-    tl.store(sum_ptr + row * subs + sub, total, mask=sub < subs)
+    tl.store(max_ptr + row * pieces + piece, best, mask=piece < pieces)
+    tl.store(sum_ptr + row * pieces + piece, total, mask=piece < pieces)
 
-# %% ../../nbs/13_sampling_kernel.ipynb #43cfdcfd
+# %% ../../nbs/13_sampling_kernel.ipynb #dacc47dd
 @triton.jit
-def _choose_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, position_ptr, max_ptr, sum_ptr, list_ptr, found_ptr, token_ptr, logprob_ptr,
-                   status_ptr, high_ptr, vocab, subs, SUB: tl.constexpr, SUBS: tl.constexpr, BINS: tl.constexpr, PART: tl.constexpr,
-                   FEW: tl.constexpr, MANY: tl.constexpr, AIM: tl.constexpr, AIM_MANY: tl.constexpr):
-    "One row: a pivot, the candidates that reach it, and the choice among them."
+def _gather_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, max_ptr, sum_ptr, list_ptr, found_ptr, many_ptr, read_ptr, facts_ptr, vocab, pieces,
+                   PIECE: tl.constexpr, PIECES: tl.constexpr, BINS: tl.constexpr, PART: tl.constexpr, MANY: tl.constexpr, AIM: tl.constexpr,
+                   AIM_MORE: tl.constexpr, AIM_MOST: tl.constexpr, PDL: tl.constexpr):
+    "One row: a pivot, and the candidates that reach it."
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     INF: tl.constexpr = float("inf")
-    temperature, top_p = tl.load(reals_ptr + row * 6), tl.load(reals_ptr + row * 6 + 1)
-    rate = tl.minimum(1.4426950408889634 / tl.where(temperature > 0, temperature, 1.0), 1e30)
-    sub = tl.arange(0, SUBS)
-    best = tl.load(max_ptr + row * subs + sub, mask=sub < subs, other=-INF)
-    share = tl.load(sum_ptr + row * subs + sub, mask=sub < subs, other=0.0)
+    temperature, top_p, top_k = tl.load(reals_ptr + row * 6), tl.load(reals_ptr + row * 6 + 1), tl.load(wholes_ptr + row * 6)
+    piece = tl.arange(0, PIECES)
+    best = tl.load(max_ptr + row * pieces + piece, mask=piece < pieces, other=-INF)
+    share = tl.load(sum_ptr + row * pieces + piece, mask=piece < pieces, other=0.0)
     high = tl.max(best, 0)
-    lowest = tl.min(tl.where(best == -INF, INF, best), 0)
-    relative = tl.exp2(tl.where(best == -INF, -INF, best - high) * rate)
+    relative = tl.exp2(tl.where(best == -INF, -INF, best - high) * _rate(temperature))
     share = share * relative
     total = tl.sum(share, 0)
-    tl.store(high_ptr + row, high)
     if (total != total) | (high == -INF) | (high == INF):     # nan or infinite: no token
-        tl.store(token_ptr + row, -1)
-        tl.store(logprob_ptr + row, float("nan"))
-        tl.store(status_ptr + row, 0)
+        tl.store(many_ptr + row, -1)
     else:
-        spread = tl.maximum(high - lowest, 1e-30)
+        spread = tl.maximum(high - tl.min(tl.where(best == -INF, INF, best), 0), 1e-30)
         bin = tl.minimum((high - best) * ((BINS - 1) / spread), BINS - 1.0).to(tl.int32)
         bin = tl.where(best == -INF, BINS - 1, bin)
         upto = tl.cumsum(tl.histogram(bin, BINS), 0)
-        last = tl.sum((upto < AIM).to(tl.int32), 0)           # the first bin that completes AIM
-        if (top_p < 1) & (tl.sum(tl.where(bin <= last, relative, 0.0), 0) < top_p * total):
-            last = tl.sum((upto < AIM_MANY).to(tl.int32), 0)
+        aim = tl.maximum(AIM, tl.minimum(top_k, AIM_MOST)).to(tl.int32)
+        last = tl.sum((upto < aim).to(tl.int32), 0)                    # the first bin that completes the aim
+        if (top_p < 1) & (temperature > 0):
+            if tl.sum(tl.where(bin <= last, relative, 0.0), 0) < top_p * total:
+                more = tl.sum((upto < AIM_MORE).to(tl.int32), 0)
+                if tl.sum(tl.where(bin <= more, relative, 0.0), 0) < top_p * total: more = tl.sum((upto < AIM_MOST).to(tl.int32), 0)
+                last = tl.maximum(last, more)
         chosen = (bin <= last) & (best > -INF)
         pivot = tl.min(tl.where(chosen, best, INF), 0)
-        subs_read = tl.sum(chosen.to(tl.int32), 0)
-        lists = list_ptr + row * subs
-        tl.store(lists + tl.cumsum(chosen.to(tl.int32), 0) - 1, sub, mask=chosen)
-        rest = tl.sum(tl.where(chosen, 0.0, share), 0) * 17592186044416.0
+        order = tl.cumsum(chosen.to(tl.int32), 0)
+        reads = tl.max(order, 0)
+        tl.store(list_ptr + row * pieces + order - 1, piece, mask=chosen)
+        tl.store(facts_ptr + row * 4, high)
+        tl.store(facts_ptr + row * 4 + 1, pivot)
+        tl.store(facts_ptr + row * 4 + 2, tl.sum(tl.where(chosen, 0.0, share), 0) * 17592186044416.0)
+        tl.store(facts_ptr + row * 4 + 3, total)
         tl.debug_barrier()
-        many, read = 0, tl.zeros([PART * SUB], tl.int64)
-        found = found_ptr + row * MANY
-        subs_read = tl.where(subs_read > MANY, 0, subs_read)
-        for start in range(0, subs_read, PART):
+        many, read = 0, tl.zeros([PART * PIECE], tl.int64)
+        reads = tl.where(reads > MANY, 0, reads)
+        for start in range(0, reads, PART):
             part = start + tl.arange(0, PART)
-            which = tl.load(lists + part, mask=part < subs_read, other=0)
-            place = which[:, None] * SUB + tl.arange(0, SUB)[None, :]
-            inside = (part < subs_read)[:, None] & (place < vocab)
-            place = tl.reshape(place, [PART * SUB])
-            inside = tl.reshape(inside, [PART * SUB])
+            which = tl.load(list_ptr + row * pieces + part, mask=part < reads, other=0)
+            place = which[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+            inside = tl.reshape((part < reads)[:, None] & (place < vocab), [PART * PIECE])
+            place = tl.reshape(place, [PART * PIECE])
             x = tl.load(z_ptr + row * row_stride + place, mask=inside, other=-INF)
-            if top_p < 1:
-                s = tl.div_rn(x - high, tl.where(temperature > 0, temperature, 1.0) + tl.zeros_like(x))
-                read += tl.where(x > -INF, _weight(s), 0)
+            if (top_p < 1) & (temperature > 0): read += tl.where(x > -INF, _weight(_scaled(x, high, temperature)), 0)
             take = x >= pivot
             slot = many + tl.cumsum(take.to(tl.int32), 0) - 1
-            tl.store(found + slot, _composite(x, place), mask=take & (slot < MANY))
+            tl.store(found_ptr + row * MANY + slot, _composite(x, place), mask=take & (slot < MANY))
             many += tl.sum(take.to(tl.int32), 0)
-        tl.debug_barrier()
-        taken = tl.sum(read, 0)
-        if (many > MANY) | (many == 0):
-            tl.store(status_ptr + row, 1)
-        else:
-            if many <= FEW:
-                _settle(found, reals_ptr, wholes_ptr, position_ptr, token_ptr, logprob_ptr, status_ptr, row, many, high, pivot, taken, rest, FEW)
-            else:
-                _settle(found, reals_ptr, wholes_ptr, position_ptr, token_ptr, logprob_ptr, status_ptr, row, many, high, pivot, taken, rest, MANY)
+        tl.store(many_ptr + row, tl.where(many == 0, MANY + 1, many))
+        tl.store(read_ptr + row, tl.sum(read, 0))
 
-# %% ../../nbs/13_sampling_kernel.ipynb #19638f5c
+# %% ../../nbs/13_sampling_kernel.ipynb #b667229f
 @triton.jit
-def _winner(composites, keep, high, temperature, seed, position, choice):
-    "Noise for the kept candidates: the best of them as a composite of its score."
-    token = _token(composites)
-    s = tl.div_rn(_value(composites) - high, temperature + tl.zeros_like(token).to(tl.float32))
-    score = s + _gumbel(_word(seed, position, choice, token))
-    return tl.max(tl.where(keep, _composite(score, token), -0x7FFFFFFFFFFFFFFF), 0)
-
-
-@triton.jit
-def _settle(found_ptr, reals_ptr, wholes_ptr, position_ptr, token_ptr, logprob_ptr, status_ptr, row, many, high, pivot, read, rest,
-            CAP: tl.constexpr):
-    "Sort the candidates, cut, draw noise and choose; or say that they do not suffice."
-    temperature, top_p, log_min_p = tl.load(reals_ptr + row * 6), tl.load(reals_ptr + row * 6 + 1), tl.load(reals_ptr + row * 6 + 2)
-    top_k, seed, choice = tl.load(wholes_ptr + row * 6), tl.load(wholes_ptr + row * 6 + 1), tl.load(wholes_ptr + row * 6 + 2)
+def _settle(found_ptr, reals_ptr, wholes_ptr, position_ptr, read_ptr, facts_ptr, token_ptr, logprob_ptr, row, many, CAP: tl.constexpr):
+    "Sort the candidates, cut, draw noise and choose. Returns 0 if they sufficed, 1 if not, 2 if there is no filter; and the best score."
+    temperature, top_p, log_min_p, top_k, seed, choice = _wishes(reals_ptr, wholes_ptr, row)
+    high, pivot, rest = tl.load(facts_ptr + row * 4), tl.load(facts_ptr + row * 4 + 1), tl.load(facts_ptr + row * 4 + 2)
+    greedy = temperature <= 0
+    temperature, log_min_p = tl.where(greedy, 1.0, temperature), tl.where(greedy, -float("inf"), log_min_p)
     index = tl.arange(0, CAP)
     inside = index < many
-    composites = tl.load(found_ptr + index, mask=inside, other=-0x7FFFFFFFFFFFFFFF)
-    composites = tl.sort(composites, descending=True)
-    if temperature <= 0:
-        best = tl.max(composites, 0)
-        tl.store(token_ptr + row, _token(best))
-        tl.store(logprob_ptr + row, 0.0)
-        tl.store(status_ptr + row, 0)
-    else:
-        s = tl.div_rn(tl.where(inside, _value(composites) - high, -float("inf")), temperature + index.to(tl.float32) * 0)
-        edge = tl.max(tl.div_rn(tl.full([1], 0.0, tl.float32) + (pivot - high), temperature + tl.full([1], 0.0, tl.float32)), 0)
-        keep = inside & (s >= log_min_p)
-        whole = edge < log_min_p                       # nothing outside the candidates passes min-p
-        if top_k > 0:
-            keep = keep & (index < top_k)
-            whole = whole | (top_k <= many)
-        weight = tl.where(keep, _weight(s), 0)
-        upto = tl.cumsum(weight, 0)
-        kept = tl.sum(weight, 0)
-        low, top = kept, kept
-        enough = whole
-        if not whole:
-            slack = rest * 3e-5 + 2e6
-            low = read + tl.maximum(rest - slack, 0.0).to(tl.int64)
-            top = read + (rest + slack).to(tl.int64)
-        if top_p < 1:
-            before = upto - weight
-            first, last = before < _limit(low, top_p), before < _limit(top, top_p)
-            filtered = (top_k > 0) | (log_min_p > -float("inf"))
-            enough = whole | ((kept >= _limit(top, top_p)) & (not filtered))
-            enough = enough & (tl.sum((first != last).to(tl.int32), 0) == 0)
-            keep = keep & first
-            kept = tl.sum(tl.where(keep, weight, 0), 0)
-        best = _winner(composites, keep, high, temperature, seed, tl.load(position_ptr + row), choice)
-        chosen = tl.max(tl.where(_token(composites) == _token(best), s, -float("inf")), 0)
-        tl.store(token_ptr + row, _token(best))
-        tl.store(logprob_ptr + row, chosen - (tl.log(kept.to(tl.float32)) - 30.498475944658376))
-        free = (top_p >= 1) & (top_k <= 0) & (log_min_p == -float("inf"))      # the kernels for such rows go on
-        tl.store(status_ptr + row, tl.where(free, 2, tl.where(enough, 0, 1)))
+    composites = tl.sort(tl.load(found_ptr + index, mask=inside, other=-0x7FFFFFFFFFFFFFFF), descending=True)
+    token = _token(composites)
+    s = _scaled(tl.where(inside, _value(composites), -float("inf")), high, temperature)
+    edge = tl.max(_scaled(pivot + tl.zeros([1], tl.float32), high, temperature), 0)
+    keep = inside & (s >= log_min_p)
+    whole = (edge < log_min_p) | greedy                    # nothing outside the candidates passes min-p
+    top_k = tl.where(greedy, 1, top_k)
+    if top_k > 0:
+        keep = keep & (index < top_k)
+        whole = whole | (top_k <= many)
+    weight = tl.where(keep, _weight(s), 0)
+    kept = tl.sum(weight, 0)
+    enough = whole
+    if (top_p < 1) & (not greedy):
+        slack = rest * 3e-5 + 2e6
+        read = tl.load(read_ptr + row)
+        low = tl.where(whole, kept, read + tl.maximum(rest - slack, 0.0).to(tl.int64))
+        top = tl.where(whole, kept, read + (rest + slack).to(tl.int64))
+        before = tl.cumsum(weight, 0) - weight
+        first, last = before < _limit(low, top_p), before < _limit(top, top_p)
+        filtered = (top_k > 0) | (log_min_p > -float("inf"))
+        enough = whole | ((kept >= _limit(top, top_p)) & (not filtered))
+        enough = enough & (tl.sum((first != last).to(tl.int32), 0) == 0)
+        keep = keep & first
+        kept = tl.sum(tl.where(keep, weight, 0), 0)
+    noise = _gumbel(_word(seed, tl.load(position_ptr + row), choice, token))
+    score = tl.where(greedy, s, s + noise)
+    best = tl.max(tl.where(keep, _composite(score, token), -0x7FFFFFFFFFFFFFFF), 0)
+    chosen = tl.max(tl.where(token == _token(best), s, -float("inf")), 0) - (tl.log(kept.to(tl.float32)) - 30.498475944658376)
+    tl.store(token_ptr + row, _token(best))
+    tl.store(logprob_ptr + row, tl.where(greedy, 0.0, chosen))
+    free = (top_p >= 1) & (top_k <= 0) & (log_min_p == -float("inf"))
+    return tl.where(free, 2, tl.where(enough, 0, 1)), _value(best)
 
-# %% ../../nbs/13_sampling_kernel.ipynb #ca4d2729
+# %% ../../nbs/13_sampling_kernel.ipynb #187c3417
 @triton.jit
-def _part(z_ptr, start, vocab, high, temperature, log_min_p, TILE: tl.constexpr):
-    "A tile of a row: tokens, keys, scaled logits, and whether min-p lets them live."
-    token = start + tl.arange(0, TILE)
-    x = tl.load(z_ptr + token, mask=token < vocab, other=-float("inf"))
-    s = tl.div_rn(x - high, temperature + tl.zeros_like(x))
-    return token, _ordered(x), s, (s >= log_min_p) & (token < vocab)
-
-
-@triton.jit
-def _narrow(z_ptr, vocab, high, temperature, log_min_p, floor, goal, COUNT: tl.constexpr, TILE: tl.constexpr):
-    "The largest key whose upper part (keys from it on) sums up to `goal` or more, if it is at least `floor`; and the sum above it."
-    low, top = floor.to(tl.int64), _ordered(high).to(tl.int64) + 1      # sum(low) counts as reached, sum(top) = 0 is not
-    above = tl.full([1], 0, tl.int64)
-    while top - low > 1:
-        pivots = low + ((top - low) * (tl.arange(0, 8) + 1) + 7) // 9    # eight between, none below low
-        sums = tl.zeros([TILE, 8], tl.int64)
-        for start in range(0, vocab, TILE):
-            token, key, s, alive = _part(z_ptr, start, vocab, high, temperature, log_min_p, TILE)
-            weight = alive.to(tl.int64) if COUNT else tl.where(alive, _weight(s), 0)
-            sums += tl.where(key.to(tl.int64)[:, None] >= pivots[None, :], weight[:, None], 0)
-        total = tl.sum(sums, 0)
-        reached = (total >= goal) & (pivots < top)
-        above = tl.maximum(above, tl.max(tl.where(reached, 0, tl.where(pivots < top, total, 0)), 0))
-        next_top = tl.min(tl.where(reached, top, tl.minimum(pivots, top)), 0)
-        low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
-        top = next_top
-    return low, tl.max(above, 0)
-
-
-@triton.jit
-def _sum_above(z_ptr, vocab, high, temperature, log_min_p, key_floor, COUNT: tl.constexpr, TILE: tl.constexpr):
-    "Weight, or count, of the tokens whose key is above `key_floor`."
-    sums = tl.zeros([TILE], tl.int64)
-    for start in range(0, vocab, TILE):
-        token, key, s, alive = _part(z_ptr, start, vocab, high, temperature, log_min_p, TILE)
-        weight = alive.to(tl.int64) if COUNT else tl.where(alive, _weight(s), 0)
-        sums += tl.where(key.to(tl.int64) > key_floor, weight, 0)
-    return tl.sum(sums, 0)
-
-# %% ../../nbs/13_sampling_kernel.ipynb #7d02d6e0
-@triton.jit
-def _hard_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, position_ptr, high_ptr, token_ptr, logprob_ptr, status_ptr, vocab,
-                 TILE: tl.constexpr):
-    "A row that its candidates could not settle: thresholds by search over the whole row, then noise for all that pass."
+def _settle_kernel(reals_ptr, wholes_ptr, position_ptr, found_ptr, many_ptr, read_ptr, facts_ptr, token_ptr, logprob_ptr, way_ptr,
+                   FEW: tl.constexpr, MANY: tl.constexpr, PDL: tl.constexpr):
+    "One row with few candidates, or with no token at all; others are left to the next kernel."
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(status_ptr + row) == 1:
-        z_ptr += row * row_stride
-        temperature, top_p, log_min_p = tl.load(reals_ptr + row * 6), tl.load(reals_ptr + row * 6 + 1), tl.load(reals_ptr + row * 6 + 2)
-        top_k, seed, choice = tl.load(wholes_ptr + row * 6), tl.load(wholes_ptr + row * 6 + 1), tl.load(wholes_ptr + row * 6 + 2)
-        position, high = tl.load(position_ptr + row), tl.load(high_ptr + row)
+    many = tl.load(many_ptr + row)
+    if many < 0:
+        tl.store(token_ptr + row, -1)
+        tl.store(logprob_ptr + row, float("nan"))
+        tl.store(way_ptr + row, 0)
+    else:
+        if many <= FEW:
+            way, score = _settle(found_ptr + row * MANY, reals_ptr, wholes_ptr, position_ptr, read_ptr, facts_ptr, token_ptr, logprob_ptr, row, many, FEW)
+            tl.store(way_ptr + row, way)
+            tl.store(facts_ptr + row * 4 + 1, tl.where(way == 2, score, tl.load(facts_ptr + row * 4 + 1)))
+        else: tl.store(way_ptr + row, 1)
+
+# %% ../../nbs/13_sampling_kernel.ipynb #6e2ec927
+@triton.jit
+def _part(z_ptr, token, vocab, high, temperature, log_min_p, cut):
+    "Some tokens of a row: their composites, scaled logits, and whether they live: above min-p and not below the cut."
+    x = tl.load(z_ptr + token, mask=token < vocab, other=-float("inf"))
+    s, composite = _scaled(x, high, temperature), _composite(x, token)
+    return composite, s, (s >= log_min_p) & (token < vocab) & (composite >= cut)
+
+
+@triton.jit
+def _amount(s, alive, counting):
+    "What a token adds to the sum that is searched: one, or its weight."
+    return tl.where(alive, tl.where(counting, 1, _weight(s)), 0)
+
+
+@triton.jit
+def _first_where(reached, keys):
+    "The largest of the descending keys that is reached; the lowest int64 if none is."
+    return tl.max(tl.where(reached, keys, -0x7FFFFFFFFFFFFFFF), 0)
+
+
+@triton.jit
+def _guess(z_ptr, vocab, high, temperature, log_min_p, cut, want, counting, SAMPLE: tl.constexpr):
+    "Three keys around the place where the sum should be reached, from every vocab / SAMPLE-th token."
+    token = (tl.arange(0, SAMPLE).to(tl.int64) * vocab // SAMPLE).to(tl.int32)
+    composite, s, alive = _part(z_ptr, token, vocab, high, temperature, log_min_p, cut)
+    composite = tl.sort(tl.where(alive, composite, -0x7FFFFFFFFFFFFFFF), descending=True)
+    alive = composite > -0x7FFFFFFFFFFFFFFF
+    s = _scaled(tl.where(alive, _value(composite), -float("inf")), high, temperature)
+    upto = tl.cumsum(_amount(s, alive, counting), 0).to(tl.float32)
+    total = tl.maximum(tl.max(upto, 0), 1.0)
+    share = tl.where(counting, want * SAMPLE / (vocab * total), want)
+    keys, upto = composite >> 32, upto / total
+    return (_first_where(upto >= share - 0.03, keys), _first_where(upto >= share, keys), _first_where(upto >= share + 0.03, keys))
+
+# %% ../../nbs/13_sampling_kernel.ipynb #2f2482b6
+@triton.jit
+def _sums(z_ptr, vocab, high, temperature, log_min_p, cut, first, second, third, counting, TILE: tl.constexpr):
+    "Sums and counts of the living tokens from three keys on, and of all."
+    a, b, c = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
+    i, j, k = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    total, number = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int32)
+    for start in range(0, vocab, TILE):
+        composite, s, alive = _part(z_ptr, start + tl.arange(0, TILE), vocab, high, temperature, log_min_p, cut)
+        amount, key, one = _amount(s, alive, counting), composite >> 32, alive.to(tl.int32)
+        a, i = a + tl.where(key >= first, amount, 0), i + tl.where(key >= first, one, 0)
+        b, j = b + tl.where(key >= second, amount, 0), j + tl.where(key >= second, one, 0)
+        c, k = c + tl.where(key >= third, amount, 0), k + tl.where(key >= third, one, 0)
+        total, number = total + amount, number + one
+    return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(total, 0), tl.sum(i, 0), tl.sum(j, 0), tl.sum(k, 0), tl.sum(number, 0)
+
+
+@triton.jit
+def _closer(low, top, above, from_low, from_top, key, amount, number, goal):
+    "The bracket, the sum from its top on, and the counts from both ends on, after one more key is known."
+    up = (amount >= goal) & (key > low)
+    down = (amount < goal) & (key < top)
+    return (tl.where(up, key, low), tl.where(down, key, top), tl.where(down, amount, above),
+            tl.where(up, number, from_low), tl.where(down, number, from_top))
+
+# %% ../../nbs/13_sampling_kernel.ipynb #26853d6d
+@triton.jit
+def _cut_among(z_ptr, found_ptr, vocab, high, temperature, log_min_p, cut, low, top, above, goal, counting, TILE: tl.constexpr,
+               MANY: tl.constexpr):
+    "The bracket holds few enough to be sorted."
+    tl.debug_barrier()
+    many = 0
+    for start in range(0, vocab, TILE):
+        composite, s, alive = _part(z_ptr, start + tl.arange(0, TILE), vocab, high, temperature, log_min_p, cut)
+        take = alive & ((composite >> 32) >= low) & ((composite >> 32) < top)
+        number = tl.sum(take.to(tl.int32), 0)
+        if number > 0:
+            slot = many + tl.cumsum(take.to(tl.int32), 0) - 1
+            tl.store(found_ptr + slot, composite, mask=take & (slot < MANY))
+        many += number
+    tl.debug_barrier()
+    index = tl.arange(0, MANY)
+    composite = tl.sort(tl.load(found_ptr + index, mask=index < many, other=-0x7FFFFFFFFFFFFFFF), descending=True)
+    s = _scaled(tl.where(index < many, _value(composite), -float("inf")), high, temperature)
+    upto = above + tl.cumsum(_amount(s, index < many, counting), 0)
+    return tl.max(tl.where((upto >= goal) & (index < many), composite, -0x7FFFFFFFFFFFFFFF), 0)
+
+
+@triton.jit
+def _cut_of_equals(z_ptr, vocab, high, temperature, log_min_p, cut, edge, above, goal, counting, TILE: tl.constexpr):
+    "One key is left: its first tokens live."
+    each = tl.max(_weight(_scaled(_unordered(edge.to(tl.int32)) + tl.zeros([1], tl.float32), high, temperature)), 0)
+    each = tl.where(counting, 1, tl.maximum(each, 1))
+    need, seen = (goal - above + each - 1) // each, tl.full([], 0, tl.int64)
+    found = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for start in range(0, vocab, TILE):
+        composite, s, alive = _part(z_ptr, start + tl.arange(0, TILE), vocab, high, temperature, log_min_p, cut)
+        same = alive & ((composite >> 32) == edge)
+        rank = seen + tl.cumsum(same.to(tl.int64), 0)
+        found = tl.maximum(found, tl.max(tl.where(same & (rank == need), composite, -0x7FFFFFFFFFFFFFFF), 0))
+        seen += tl.sum(same.to(tl.int64), 0)
+    return found
+
+# %% ../../nbs/13_sampling_kernel.ipynb #2f672401
+@triton.jit
+def _search(z_ptr, found_ptr, vocab, high, temperature, log_min_p, cut, want, count, counting, TILE: tl.constexpr, MANY: tl.constexpr):
+    "The composite at which the living tokens, from the largest down, number `count`, or reach the share `want` of their weight."
+    SAMPLE: tl.constexpr = 512 if MANY > 512 else MANY
+    low, top = tl.full([], -0x7F800001, tl.int64), _ordered(high).to(tl.int64) + 1   # sums from `low` on reach the goal, those from `top` on do not
+    above, from_top = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+    first, second, third = _guess(z_ptr, vocab, high, temperature, log_min_p, cut, want, counting, SAMPLE)
+    a, b, c, total, i, j, k, number = _sums(z_ptr, vocab, high, temperature, log_min_p, cut, first, second, third, counting, TILE)
+    goal, from_low = tl.where(counting, count, _limit(total, want)), number
+    found = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    if total > goal:
+        low, top, above, from_low, from_top = _closer(low, top, above, from_low, from_top, first, a, i, goal)
+        low, top, above, from_low, from_top = _closer(low, top, above, from_low, from_top, second, b, j, goal)
+        low, top, above, from_low, from_top = _closer(low, top, above, from_low, from_top, third, c, k, goal)
+        while (top - low > 1) & (from_low - from_top > MANY):
+            x, y = tl.maximum(_unordered(tl.maximum(low, -0x7F800000).to(tl.int32)), high - 40.0 * temperature), _unordered((top - 1).to(tl.int32))
+            first = tl.minimum(tl.maximum(_ordered(x + (y - x) * 0.33).to(tl.int64), low + 1), top - 1)
+            second = tl.minimum(tl.maximum(_ordered(x + (y - x) * 0.67).to(tl.int64), low + 1), top - 1)
+            third = low + (top - low) // 2                      # at worst the bracket is halved
+            a, b, c, total, i, j, k, number = _sums(z_ptr, vocab, high, temperature, log_min_p, cut, first, second, third, counting, TILE)
+            low, top, above, from_low, from_top = _closer(low, top, above, from_low, from_top, first, a, i, goal)
+            low, top, above, from_low, from_top = _closer(low, top, above, from_low, from_top, second, b, j, goal)
+            low, top, above, from_low, from_top = _closer(low, top, above, from_low, from_top, third, c, k, goal)
+        if top - low > 1: found = _cut_among(z_ptr, found_ptr, vocab, high, temperature, log_min_p, cut, low, top, above, goal, counting, TILE, MANY)
+        else: found = _cut_of_equals(z_ptr, vocab, high, temperature, log_min_p, cut, low, above, goal, counting, TILE)
+    return found
+
+# %% ../../nbs/13_sampling_kernel.ipynb #a7791f90
+@triton.jit
+def _race(z_ptr, start, vocab, high, temperature, log_min_p, cut, seed, position, choice, bound, greedy, TILE: tl.constexpr):
+    "Noise for a tile's living tokens that can still beat `bound`: -log(u) is never below the noise of u. The best, who lives, and the scaled logits."
+    group = (start // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, position.to(tl.uint32) + group * 0, group, choice.to(tl.uint32) + group * 0, group * 0)
+    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    token = start + tl.arange(0, TILE)
+    composite, s, alive = _part(z_ptr, token, vocab, high, temperature, log_min_p, cut)
+    can_win = alive & (word.to(tl.float32) * 2.3283064365386963e-10 <= tl.exp2((s - bound) * 1.4426950408889634) * 1.001)
+    best = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    if tl.max(can_win.to(tl.int32), 0) > 0:
+        score = tl.where(greedy, s, s + _gumbel(word))
+        best = tl.max(tl.where(can_win, _composite(score, token), -0x7FFFFFFFFFFFFFFF), 0)
+    return best, alive, s
+
+# %% ../../nbs/13_sampling_kernel.ipynb #63221b26
+@triton.jit
+def _hard_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, position_ptr, found_ptr, many_ptr, read_ptr, facts_ptr, token_ptr, logprob_ptr, way_ptr,
+                 vocab, FEW: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    "A row that a few candidates did not settle: many candidates, or a search over the whole row and noise for all that are left."
+    if PDL: tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(way_ptr + row) == 1:
+        many, found = tl.load(many_ptr + row), found_ptr + row * MANY
+        temperature, top_p, log_min_p, top_k, seed, choice = _wishes(reals_ptr, wholes_ptr, row)
         greedy = temperature <= 0
-        top_k = tl.where(greedy, 1, top_k)
-        log_min_p = tl.where(greedy, -float("inf"), log_min_p)
-        temperature = tl.where(greedy, 1.0, temperature)
-        edge = tl.full([], -0x7F800001, tl.int64)                    # the key of -inf
-        ties = tl.full([], 1 << 40, tl.int64)                        # how many tokens of exactly this key live
-        if top_k > 0:
-            edge, more = _narrow(z_ptr, vocab, high, temperature, log_min_p, edge, top_k, True, TILE)
-            ties = top_k - _sum_above(z_ptr, vocab, high, temperature, log_min_p, edge, True, TILE)
-        if (top_p < 1) & (temperature > 0):
-            tied = tl.div_rn(_unordered(edge.to(tl.int32)) + tl.zeros([1], tl.float32) - high, temperature + tl.zeros([1], tl.float32))
-            each = tl.max(_weight(tied), 0)
-            kept = _sum_above(z_ptr, vocab, high, temperature, log_min_p, edge, False, TILE)
-            if top_k > 0:
-                same = _sum_above(z_ptr, vocab, high, temperature, log_min_p, edge - 1, True, TILE) - _sum_above(z_ptr, vocab, high, temperature, log_min_p, edge, True, TILE)
-                kept += each * tl.minimum(ties, same)
-            goal = _limit(kept, top_p)
-            cut, more = _narrow(z_ptr, vocab, high, temperature, log_min_p, edge, goal, False, TILE)
-            above = _sum_above(z_ptr, vocab, high, temperature, log_min_p, cut, False, TILE)
-            tied = tl.div_rn(_unordered(cut.to(tl.int32)) + tl.zeros([1], tl.float32) - high, temperature + tl.zeros([1], tl.float32))
-            each = tl.maximum(tl.max(_weight(tied), 0), 1)
-            some = (goal - above + each - 1) // each
-            ties = tl.where(cut == edge, tl.minimum(ties, some), some)
-            edge = cut
-        best = tl.full([TILE], -0x7FFFFFFFFFFFFFFF, tl.int64)
-        seen = tl.full([], 0, tl.int64)
-        kept_weight = tl.zeros([TILE], tl.int64)
-        for start in range(0, vocab, TILE):
-            token, key, s, alive = _part(z_ptr, start, vocab, high, temperature, log_min_p, TILE)
-            same = alive & (key.to(tl.int64) == edge)
-            rank = seen + tl.cumsum(same.to(tl.int64), 0)
-            alive = (alive & (key.to(tl.int64) > edge)) | (same & (rank <= ties))
-            seen += tl.sum(same.to(tl.int64), 0)
-            score = tl.where(greedy, s, s + _gumbel(_word(seed, position, choice, token)))
-            best = tl.maximum(best, tl.where(alive, _composite(score, token), -0x7FFFFFFFFFFFFFFF))
-            kept_weight += tl.where(alive, _weight(s), 0)
-        winner = _token(tl.max(best, 0))
-        tl.store(token_ptr + row, winner)
-        s = tl.div_rn(tl.load(z_ptr + winner) - high + tl.zeros([1], tl.float32), temperature + tl.zeros([1], tl.float32))
-        chosen = tl.max(s, 0) - (tl.log(tl.sum(kept_weight, 0).to(tl.float32)) - 30.498475944658376)
-        tl.store(logprob_ptr + row, tl.where(greedy, 0.0, chosen))
+        free = (top_p >= 1) & (top_k <= 0) & (log_min_p == -float("inf")) & (not greedy)
+        way, bound = tl.where(free, 2, 1), tl.full([], -float("inf"), tl.float32)
+        if (many > FEW) & (many <= MANY):
+            way, bound = _settle(found, reals_ptr, wholes_ptr, position_ptr, read_ptr, facts_ptr, token_ptr, logprob_ptr, row, many, MANY)
+        if way == 1:
+            z_ptr += row * row_stride
+            position, high = tl.load(position_ptr + row), tl.load(facts_ptr + row * 4)
+            log_min_p = tl.where(greedy, -float("inf"), log_min_p)
+            top_k = tl.where(greedy, 1, top_k)
+            temperature = tl.where(greedy, 1.0, temperature)
+            cut = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+            for stage in range(2):                         # top-k, then top-p
+                counting = stage == 0
+                if tl.where(counting, top_k > 0, (top_p < 1) & (not greedy)):
+                    want = tl.where(counting, top_k.to(tl.float32), top_p)
+                    cut = tl.maximum(cut, _search(z_ptr, found, vocab, high, temperature, log_min_p, cut, want, top_k, counting, TILE, MANY))
+            best, kept = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64), tl.zeros([TILE], tl.int64)
+            bound = tl.full([], -float("inf"), tl.float32)
+            for start in range(0, vocab, TILE):
+                here, alive, s = _race(z_ptr, start, vocab, high, temperature, log_min_p, cut, seed, position, choice, bound, greedy, TILE)
+                best = tl.maximum(best, here)
+                bound = tl.where((best > -0x7FFFFFFFFFFFFFFF) & (not greedy), _value(best), -float("inf"))
+                kept += tl.where(alive, _weight(s), 0)
+            s = tl.max(_scaled(tl.load(z_ptr + _token(best)) + tl.zeros([1], tl.float32), high, temperature), 0)
+            tl.store(token_ptr + row, _token(best))
+            tl.store(logprob_ptr + row, tl.where(greedy, 0.0, s - (tl.log(tl.sum(kept, 0).to(tl.float32)) - 30.498475944658376)))
+        if way == 2:
+            tl.store(way_ptr + row, 2)
+            tl.store(facts_ptr + row * 4 + 1, bound)
 
-# %% ../../nbs/13_sampling_kernel.ipynb #0a9029cd
+# %% ../../nbs/13_sampling_kernel.ipynb #86c43ea9
 @triton.jit
-def _free_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, position_ptr, high_ptr, status_ptr, best_ptr, vocab, tiles, TILE: tl.constexpr):
-    "A row without filters: noise for every token of a tile."
+def _free_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, position_ptr, facts_ptr, way_ptr, best_ptr, vocab, tiles, TILE: tl.constexpr):
+    "A tile of a row without filters."
     row, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    if tl.load(status_ptr + row) == 2:
-        temperature, seed, choice = tl.load(reals_ptr + row * 6), tl.load(wholes_ptr + row * 6 + 1), tl.load(wholes_ptr + row * 6 + 2)
-        position, high = tl.load(position_ptr + row), tl.load(high_ptr + row)
-        group = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, position.to(tl.uint32) + group * 0, group, choice.to(tl.uint32) + group * 0, group * 0)
-        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-        token = tile * TILE + tl.arange(0, TILE)
-        x = tl.load(z_ptr + row * row_stride + token, mask=token < vocab, other=-float("inf"))
-        s = tl.div_rn(x - high, temperature + tl.zeros_like(x))
-        score = tl.where(token < vocab, _composite(s + _gumbel(word), token), -0x7FFFFFFFFFFFFFFF)
-        tl.store(best_ptr + row * tiles + tile, tl.max(score, 0))
+    if tl.load(way_ptr + row) == 2:
+        temperature, top_p, log_min_p, top_k, seed, choice = _wishes(reals_ptr, wholes_ptr, row)
+        high, bound = tl.load(facts_ptr + row * 4), tl.load(facts_ptr + row * 4 + 1)
+        best, alive, s = _race(z_ptr + row * row_stride, tile * TILE, vocab, high, temperature, -float("inf"), -0x7FFFFFFFFFFFFFFF, seed,
+                               tl.load(position_ptr + row), choice, bound, temperature < 0, TILE)
+        tl.store(best_ptr + row * tiles + tile, best)
 
 
 @triton.jit
-def _merge_kernel(z_ptr, row_stride, reals_ptr, high_ptr, max_ptr, sum_ptr, status_ptr, best_ptr, token_ptr, logprob_ptr, subs, tiles,
-                  TILES: tl.constexpr, SUBS: tl.constexpr):
+def _merge_kernel(z_ptr, row_stride, reals_ptr, facts_ptr, way_ptr, best_ptr, token_ptr, logprob_ptr, tiles, TILES: tl.constexpr):
     "The best of a row without filters, and its log-prob."
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(status_ptr + row) == 2:
-        tile, sub = tl.arange(0, TILES), tl.arange(0, SUBS)
+    if tl.load(way_ptr + row) == 2:
+        tile = tl.arange(0, TILES)
         winner = _token(tl.max(tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=-0x7FFFFFFFFFFFFFFF), 0))
-        high, temperature = tl.load(high_ptr + row), tl.load(reals_ptr + row * 6)
-        rate = tl.minimum(1.4426950408889634 / temperature, 1e30)
-        best = tl.load(max_ptr + row * subs + sub, mask=sub < subs, other=-float("inf"))
-        share = tl.load(sum_ptr + row * subs + sub, mask=sub < subs, other=0.0)
-        total = tl.sum(share * tl.exp2((best - high) * rate), 0)
-        s = tl.div_rn(tl.load(z_ptr + row * row_stride + winner) - high + tl.zeros([1], tl.float32), temperature + tl.zeros([1], tl.float32))
+        x = tl.load(z_ptr + row * row_stride + winner) + tl.zeros([1], tl.float32)
+        s = tl.max(_scaled(x, tl.load(facts_ptr + row * 4), tl.load(reals_ptr + row * 6)), 0)
         tl.store(token_ptr + row, winner)
-        tl.store(logprob_ptr + row, tl.max(s, 0) - tl.log(total))
+        tl.store(logprob_ptr + row, s - tl.log(tl.load(facts_ptr + row * 4 + 3)))
 
-# %% ../../nbs/13_sampling_kernel.ipynb #1fc137e8
+# %% ../../nbs/13_sampling_kernel.ipynb #7f526bfc
 MAX_VOCAB = 1 << 18      # so many weights of at most 2^44 sum below 2^62
 
 
@@ -384,15 +484,18 @@ MAX_VOCAB = 1 << 18      # so many weights of at most 2^44 sum below 2^62
 class Plan:
     "What changes the speed and nothing else."
     piece: int = 64          # tokens whose maximum and sum the first pass keeps
-    pieces: int = 64         # of a program of the first pass
-    aim: int = 96            # pieces that should reach the pivot
-    aim_many: int = 768      # the same where those hold too little
+    pieces: int = 32         # of a program of the first pass
+    aim: int = 32            # pieces that should reach the pivot
+    aim_more: int = 128      # where those hold too little
+    aim_most: int = 768      # where those do, too
     few: int = 256           # candidates that the small sort takes
     many: int = 2048         # and the large one; more make a row hard
-    part: int = 64           # pieces read again at a time
-    tile: int = 1024         # tokens at a time in the search of a hard row
+    part: int = 32           # pieces read again at a time
+    tile: int = 2048         # tokens at a time in the search of a hard row
     scan_warps: int = 4
-    choose_warps: int = 8
+    gather_warps: int = 8
+    settle_warps: int = 1
+    overlap: bool = True     # on a GPU, a kernel's launch overlaps the end of the one before
 
 
 PLAN = Plan()
@@ -409,7 +512,7 @@ def _check(z, batch):
         wish = getattr(batch, name)
         if wish.device != z.device or not wish.is_contiguous(): raise ValueError(f"sample: {name} must lie in one piece on {z.device}, as the logits do")
 
-
+# %% ../../nbs/13_sampling_kernel.ipynb #76882b68
 def launch(
     z: Tensor,        # [N, V] fp32 logits after the penalties; rows may lie apart
     batch,            # a `SamplingBatch` of N rows
@@ -419,25 +522,30 @@ def launch(
     _check(z, batch)
     (n, vocab), p = z.shape, plan
     pieces = triton.cdiv(vocab, p.piece)
-    padded = triton.next_power_of_2(pieces)
+    padded, each = triton.next_power_of_2(pieces), min(p.pieces, triton.next_power_of_2(pieces))
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=z.device)
     token, logprob, way = new(n, dtype=torch.int64), new(n), new(n, dtype=torch.int32)
     if n == 0: return token, logprob, way
-    best, share, high = new(n, pieces), new(n, pieces), new(n)
+    best, share, facts = new(n, pieces), new(n, pieces), new(n, 4)
     lists, found = new(n, pieces, dtype=torch.int32), new(n, p.many, dtype=torch.int64)
-    row, wishes, exact = (z, z.stride(0)), (batch.reals, batch.wholes, batch.position), dict(enable_fp_fusion=False)
-    each = min(p.pieces, padded)
-    _scan_kernel[(triton.cdiv(pieces, each), n)](*row, batch.reals, best, share, vocab, pieces, SUB=p.piece, ROWS=each, num_warps=p.scan_warps)
-    _choose_kernel[(n,)](*row, *wishes, best, share, lists, found, token, logprob, way, high, vocab, pieces, SUB=p.piece, SUBS=padded, BINS=512,
-                         PART=min(p.part, padded), FEW=p.few, MANY=p.many, AIM=p.aim, AIM_MANY=p.aim_many, num_warps=p.choose_warps, **exact)
-    _hard_kernel[(n,)](*row, *wishes, high, token, logprob, way, vocab, TILE=p.tile, num_warps=16, **exact)
+    many, read = new(n, dtype=torch.int32), new(n, dtype=torch.int64)
+    row, wishes = (z, z.stride(0)), (batch.reals, batch.wholes, batch.position)
+    pdl = p.overlap and z.is_cuda
+    exact = dict(enable_fp_fusion=False)
+    after = dict(launch_pdl=True, **exact) if pdl else exact
+    _scan_kernel[(triton.cdiv(pieces, each), n)](*row, batch.reals, best, share, vocab, pieces, PIECE=p.piece, ROWS=each, PDL=pdl, num_warps=p.scan_warps)
+    _gather_kernel[(n,)](*row, batch.reals, batch.wholes, best, share, lists, found, many, read, facts, vocab, pieces, PIECE=p.piece, PIECES=padded,
+                         BINS=512, PART=min(p.part, padded), MANY=p.many, AIM=p.aim, AIM_MORE=p.aim_more, AIM_MOST=p.aim_most, PDL=pdl,
+                         num_warps=p.gather_warps, **after)
+    _settle_kernel[(n,)](*wishes, found, many, read, facts, token, logprob, way, FEW=p.few, MANY=p.many, PDL=pdl, num_warps=p.settle_warps, **after)
+    _hard_kernel[(n,)](*row, *wishes, found, many, read, facts, token, logprob, way, vocab, FEW=p.few, MANY=p.many, TILE=p.tile, PDL=pdl,
+                       num_warps=16, **after)
     if batch.free:
         tile = min(4096, max(4, triton.next_power_of_2(vocab)))
         tiles = triton.cdiv(vocab, tile)
         winners = new(n, tiles, dtype=torch.int64)
-        _free_kernel[(tiles, n)](*row, *wishes, high, way, winners, vocab, tiles, TILE=tile, num_warps=8, **exact)
-        _merge_kernel[(n,)](*row, batch.reals, high, best, share, way, winners, token, logprob, pieces, tiles,
-                            TILES=triton.next_power_of_2(tiles), SUBS=padded, num_warps=4, **exact)
+        _free_kernel[(tiles, n)](*row, *wishes, facts, way, winners, vocab, tiles, TILE=tile, num_warps=8, **exact)
+        _merge_kernel[(n,)](*row, batch.reals, facts, way, winners, token, logprob, tiles, TILES=triton.next_power_of_2(tiles), num_warps=4, **exact)
     return token, logprob, way
 
 

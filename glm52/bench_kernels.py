@@ -276,6 +276,7 @@ BENCHES: dict[str, Callable | str] = {"topk": bench_topk, "sparse_decode_bf16": 
 BENCHES |= {name: f"glm52.bench_fused:bench_{name}" for name in ("indexer_prepare", "cache_write", "norm_quant", "rope")}
 BENCHES |= {name: f"glm52.bench_moe:bench_{name}" for name in ("linear_fp8", "moe_fp8")}
 BENCHES |= {name: f"glm52.bench_sparse:bench_{name}" for name in ("sparse_decode_fp8", "sparse_prefill_bf16")}
+BENCHES |= {name: f"glm52.bench_head:bench_{name}" for name in ("lm_head", "sample", "absorb", "mtp_step")}
 
 
 def _bench(target):

@@ -12,25 +12,18 @@ from torch import Tensor
 import glm52.device            # decides whether Triton interprets, before Triton is imported
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # %% ../../nbs/10_head_kernel.ipynb #3cc232d6
 @triton.jit
-def _head_kernel(h, w, logits_ptr, max_ptr, index_ptr, sum_ptr, rows, vocab, h_stride, w_stride, logits_stride, tiles,
-                 DEPTH: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WRITE: tl.constexpr, REDUCE: tl.constexpr,
-                 TMA: tl.constexpr, STAGES: tl.constexpr):
+def _head_kernel(h, w, logits_ptr, max_ptr, index_ptr, sum_ptr, rows, vocab, logits_stride, tiles, DEPTH: tl.constexpr, BV: tl.constexpr,
+                 BN: tl.constexpr, BK: tl.constexpr, WRITE: tl.constexpr, REDUCE: tl.constexpr, STAGES: tl.constexpr):
     "BV tokens times BN rows: scores, and of each row the largest, its token, and the sum of exponentials."
     tile, part = tl.program_id(1), tl.program_id(0)
-    token, row, k = tile * BV + tl.arange(0, BV), part * BN + tl.arange(0, BN), tl.arange(0, BK)
+    token, row = tile * BV + tl.arange(0, BV), part * BN + tl.arange(0, BN)
     acc = tl.zeros([BV, BN], tl.float32)
-    if TMA:
-        for start in tl.range(0, DEPTH, BK, num_stages=STAGES):
-            acc = tl.dot(w.load([tile * BV, start]), h.load([part * BN, start]).T, acc)
-    else:
-        w_at = w + token.to(tl.int64)[:, None] * w_stride + k[None, :]
-        h_at = h + row[None, :] * h_stride + k[:, None]
-        for start in tl.range(0, DEPTH, BK, num_stages=STAGES):
-            wide = tl.load(w_at + start, mask=(token < vocab)[:, None], other=0.0)
-            acc = tl.dot(wide, tl.load(h_at + start, mask=(row < rows)[None, :], other=0.0), acc)
+    for start in tl.range(0, DEPTH, BK, num_stages=STAGES):
+        acc = tl.dot(w.load([tile * BV, start]), h.load([part * BN, start]).T, acc)
     if REDUCE:
         scores = tl.where((token < vocab)[:, None], acc, -float("inf"))
         best = tl.max(scores, 0)
@@ -63,7 +56,7 @@ def _best_kernel(max_ptr, index_ptr, sum_ptr, token_ptr, logprob_ptr, tiles, TIL
     tl.store(logprob_ptr + row, -tl.log(total))
 
 # %% ../../nbs/10_head_kernel.ipynb #39d8232d
-SHAPES = {16: (64, 16, 128, 4, 6), 64: (128, 64, 64, 4, 4), 256: (128, 256, 64, 8, 3)}  # rows up to -> tokens, rows, depth of a tile; warps, stages
+SHAPES = {16: (64, 16, 128, 4, 6), 64: (128, 64, 64, 4, 4), 256: (128, 256, 64, 8, 4)}  # rows up to -> tokens, rows, depth of a tile; warps, stages
 
 
 def _launch(hidden, weight, write, reduce, exact, shape):
@@ -84,9 +77,9 @@ def _launch(hidden, weight, write, reduce, exact, shape):
     logits = new(rows, vocab) if write else new(1, 1)
     best, index, total = (new(rows, tiles), new(rows, tiles, dtype=torch.int32), new(rows, tiles)) if reduce else (logits,) * 3
     if rows:
-        _head_kernel[(triton.cdiv(rows, part), tiles)](hidden, weight, logits, best, index, total, rows, vocab, hidden.stride(0), weight.stride(0),
-                                                       logits.stride(0), tiles, DEPTH=depth, BV=tile, BN=part, BK=step, WRITE=write, REDUCE=reduce,
-                                                       TMA=False, STAGES=stages, num_warps=warps)
+        h, w = (TensorDescriptor(x, x.shape, x.stride(), [size, step]) for x, size in ((hidden, part), (weight, tile)))
+        _head_kernel[(triton.cdiv(rows, part), tiles)](h, w, logits, best, index, total, rows, vocab, logits.stride(0), tiles, DEPTH=depth, BV=tile, BN=part,
+                                                       BK=step, WRITE=write, REDUCE=reduce, STAGES=stages, num_warps=warps)
     return logits, best, index, total
 
 

@@ -495,7 +495,7 @@ class Plan:
     scan_warps: int = 4
     gather_warps: int = 8
     settle_warps: int = 1
-    overlap: bool = True     # on a GPU, a kernel's launch overlaps the end of the one before
+    overlap: bool = False    # on a GPU, a kernel's launch overlaps the end of the one before
 
 
 PLAN = Plan()

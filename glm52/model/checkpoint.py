@@ -259,7 +259,7 @@ def model_dtype(
     if wish not in named: raise CheckpointError(f"dtype {wish!r} is not supported; {' and '.join(named)} are")
     return named[wish]
 
-
+# %% ../../nbs/11_checkpoint.ipynb #87635bba
 def load_model(
     path: str | Path,                        # a directory, or the name of a shipped model
     dtype: str | torch.dtype | None = None,  # "bfloat16" or "float32"; None: as config.json says

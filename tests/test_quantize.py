@@ -166,3 +166,20 @@ def test_transformers_loads_it(made):
         place = plain.weights.places[name]
         place.copy_(dequantize_weight(quantize_weight(place), torch.float32).bfloat16())
     assert relative_error(logits(plain), theirs) < 1e-4
+
+
+def test_zeros_that_fill_up_blocks_survive_a_deep_sleep():
+    "At level 2 the weights' memory is given back and read again; nobody reads the zeros, so they are made again."
+    from glm52.engine.engine import LLM
+    from glm52.engine.sampling import SamplingParams
+    llm = LLM("glm52-nano", dtype="float32", device="cpu", quantize="all", max_model_len=256, num_pages=8)
+    say = lambda: llm.generate("[gMASK]<sop><|user|>17 + 25<|assistant|><think></think>", SamplingParams(temperature=0, max_tokens=8, logprobs=0), use_tqdm=False)[0].outputs[0]
+    before, weights = say(), llm.engine.decoder.weights
+    assert weights.filled_up
+    llm.sleep(2)
+    llm.wake_up()
+    after = say()
+    assert llm.engine.weights_version == 1 and after.token_ids == before.token_ids and after.cumulative_logprob == before.cumulative_logprob
+    for tensor in weights.filled_up: tensor.fill_(3.0)      # whatever the memory held
+    llm.engine.reload()
+    assert say().cumulative_logprob == before.cumulative_logprob

@@ -292,6 +292,7 @@ def reload_weights(
     if report.problems: raise CheckpointError(f"{report.path}: " + "; ".join(report.problems))
     if report.config != model.config: raise CheckpointError(f"{report.path}: config.json is not that of the running model")
     scope = Scope("applied", frozenset(), "") if quantize is None else fp8_scope(report, quantize)
+    for tensor in model.weights.filled_up: tensor.zero_()      # zeros between the checkpoint's tensors, which nothing else writes
     _read_into(model, report, scope.names, None)
 
 

@@ -173,7 +173,7 @@ class Weights:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, fp8: frozenset[str] = frozenset()):
         self.config, self.dtype, self.device, self.fp8 = config, dtype, device, fp8
-        self.specs, self.places, self.widened = checkpoint_tensors(config), {}, []
+        self.specs, self.places, self.widened, self.filled_up = checkpoint_tensors(config), {}, [], []
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor: return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
@@ -197,7 +197,7 @@ class Weights:
         if quantised and not fp8: self.widened += quantised
         height = -(-rows // BLOCK) * BLOCK if fp8 and parts > 1 else rows
         whole = self.empty(len(entries), parts * height, columns, dtype=torch.float8_e4m3fn if fp8 else None)
-        if (height, columns) != (rows, width): whole.zero_()
+        if (height, columns) != (rows, width): self.filled_up.append(whole.zero_())
         scales = self.empty(len(entries), parts * -(-rows // BLOCK), -(-width // BLOCK), dtype=torch.float32) if fp8 else None
         for e, entry in enumerate(entries):
             for name, part, scale in zip(entry, whole[e].chunk(parts), scales[e].chunk(parts) if fp8 else entry):

@@ -21,6 +21,11 @@ TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "in
           "experts, many rows": ("experts", "many", 128, 64, 3, 4, True), "experts, combine": ("experts", "combine", 1024, 0, 0, 4, True),
           "router": ("router", True), "router, a program a group": ("router", False), "route": ("router", None),
           "schedule, count": ("schedule", "count"), "schedule, tiles": ("schedule", "tile"), "schedule, place": ("schedule", "place")}
+TRITON |= {"lm_head, 16 rows": ("head", 16), "lm_head, 64 rows": ("head", 64), "lm_head, 256 rows": ("head", 256), "best of the tiles": ("best",),
+           "absorb, queries of 16 rows": ("absorb", "QUERIES", 16), "absorb, queries of 256 rows": ("absorb", "QUERIES", 256),
+           "absorb, values of 16 rows": ("absorb", "VALUES", 16), "absorb, values of 256 rows": ("absorb", "VALUES", 256),
+           "mtp_input": ("mtp", "input"), "accept": ("mtp", "accept"), "sample, scan": ("sample", "scan", 4), "sample, gather": ("sample", "gather", 8),
+           "sample, settle": ("sample", "settle", 1), "sample, hard": ("sample", "hard", 16), "sample, free": ("sample", "free", 8), "sample, merge": ("sample", "merge", 4)}
 TILELANG = {"topk, a cluster of 8 a row": ("topk", 8, 8192, 1024, 1, 4), "topk, a block a row": ("topk", 1, 8192, 512, 2, 4),
             "sparse_mla, 8 heads, 8 blocks a row": ("sparse_mla", 8, 8, 8, True),
             "sparse_mla, 64 heads, a block a row": ("sparse_mla", 64, 64, 1, True),
@@ -52,14 +57,14 @@ def compile_aligned(kernel, pointers, numbers, constants, warps, aligned=()):
             "fp8": "e4m3.e4m3" in made.asm["ptx"], "binary": len(made.asm["cubin"]), "shared": made.metadata.shared, **registers(made.asm["ptx"])}
 
 
-def compile_triton(kernel, pointers, numbers, constants, warps):
+def compile_triton(kernel, pointers, numbers, constants, warps, **options):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     signature = {n: "*" + pointers[n] if n in pointers else numbers.get(n, "constexpr") for n in kernel.arg_names}
-    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
     return {"compiler": triton.__version__, "wgmma": "wgmma" in made.asm["ptx"], "asynchronous": "cp.async" in made.asm["ptx"],
-            "binary": len(made.asm["cubin"]), "shared": made.metadata.shared}
+            "fused": "fma.rn.f32" in made.asm["ptx"], "binary": len(made.asm["cubin"]), "shared": made.metadata.shared}
 
 
 def compile_index_scores(keys, rows, tiles, fill):
@@ -187,6 +192,56 @@ def compile_tilelang(module, *shape):
     source = importlib.import_module(f"glm52.kernels.{module}").build(*shape).get_kernel_source()
     return {"compiler": tilelang.__version__, "wgmma": "wgmma" in source, "asynchronous": "cp_async" in source,
             "cluster": "cluster_sync" in source or "cluster_wait" in source, "source": len(source)}
+
+
+def compile_head(rows):
+    from glm52.kernels import head
+    tile, part, step, warps, stages = head.SHAPES[rows]
+    pointers = dict(logits_ptr="fp32", max_ptr="fp32", index_ptr="i32", sum_ptr="fp32")
+    numbers = dict(h=f"tensordesc<bf16[{part}, {step}]>", w=f"tensordesc<bf16[{tile}, {step}]>", **dict.fromkeys(("rows", "vocab", "logits_stride", "tiles"), "i32"))
+    constants = dict(DEPTH=6144, BV=tile, BN=part, BK=step, WRITE=True, REDUCE=rows < 256, STAGES=stages)
+    return compile_triton(head._head_kernel, pointers, numbers, constants, warps)
+
+
+def compile_best():
+    from glm52.kernels import head
+    pointers = dict(max_ptr="fp32", index_ptr="i32", sum_ptr="fp32", token_ptr="i64", logprob_ptr="fp32")
+    return compile_triton(head._best_kernel, pointers, dict(tiles="i32"), dict(TILES=4096), 4)
+
+
+def compile_absorb(which, rows):
+    from glm52.kernels import absorb
+    tile, part, step, warps, stages = getattr(absorb, which)[rows]
+    depth, columns, half = (192, 512, 32) if which == "QUERIES" else (512, 256, 1)
+    pointers = dict(x_ptr="bf16", w_ptr="bf16", cos_ptr="fp32", sin_ptr="fp32", out_ptr="bf16")
+    numbers = dict.fromkeys(("rows", "x_row", "x_head", "out_row", "out_head"), "i32")
+    constants = dict(K=depth, N=columns, HALF=half, INTERLEAVE=True, BT=tile, BN=part, BK=step, STAGES=stages)
+    return compile_aligned(absorb._per_head_kernel, pointers, numbers, constants, warps, ("x_row", "x_head", "out_row", "out_head"))
+
+
+def compile_mtp(which):
+    from glm52.kernels import mtp
+    if which == "accept":
+        pointers = dict.fromkeys(("token_ptr", "draft_ptr", "at_ptr", "accepted_ptr", "count_ptr", "own_ptr"), "i64") | {"real_ptr": "u8"}
+        return compile_triton(mtp._accept_kernel, pointers, dict(chains="i32"), dict(K=3, WIDTH=4, CHAINS=64), 1)
+    pointers = dict(token_ptr="i64", **dict.fromkeys(("embed_ptr", "hidden_ptr", "enorm_ptr", "hnorm_ptr", "out_ptr"), "bf16"))
+    return compile_triton(mtp._input_kernel, pointers, dict(embed_stride="i32", hidden_stride="i32", width="i32", eps="fp32"), dict(BLOCK=8192), 8)
+
+
+def compile_sample(which, warps):
+    "Without fused multiply-adds where a token is decided, as the wrapper launches them, and with overlapping launches."
+    from glm52.kernels import sampling
+    p = sampling.PLAN
+    types = dict(fp32="z_ptr reals_ptr max_ptr sum_ptr facts_ptr logprob_ptr", i64="wholes_ptr position_ptr found_ptr read_ptr token_ptr best_ptr", i32="list_ptr many_ptr way_ptr")
+    pointers = {name: kind for kind, names in types.items() for name in names.split()}
+    constants = dict(PIECE=p.piece, PIECES=4096, ROWS=p.pieces, BINS=512, PART=p.part, FEW=p.few, MANY=p.many, AIM=p.aim, AIM_MORE=p.aim_more, AIM_MOST=p.aim_most,
+                     TILE=p.tile if which == "hard" else 4096, TILES=64, PDL=which in ("scan", "gather", "settle"))
+    kernel = getattr(sampling, f"_{which}_kernel")
+    pick = lambda table: {name: value for name, value in table.items() if name in kernel.arg_names}
+    numbers = pick(dict.fromkeys(("row_stride", "vocab", "pieces", "tiles"), "i32"))
+    exact = which != "scan"
+    found = compile_triton(kernel, pick(pointers), numbers, pick(constants), warps, enable_fp_fusion=not exact)
+    return found | {"exact": exact}
 
 
 def compile_one(kind, shape):

@@ -30,6 +30,8 @@ def judge_triton(found):
             assert facts["wgmma"] and facts["asynchronous"], f"{name}: no matrix instruction of Hopper, or loads that wait: {facts}"
         if name.startswith(("linear_fp8", "experts, few", "experts, many")):
             assert facts["wgmma"] and facts["fp8"] and facts["asynchronous"], f"{name}: no FP8 matrix instruction, or loads that wait: {facts}"
+        if name.startswith(("lm_head", "absorb")): assert facts["asynchronous"] and facts["wgmma"] == ("absorb" not in name or "256" in name), f"{name}: {facts}"
+        if facts.get("exact"): assert not facts["fused"], f"{name}: a fused multiply-add decides a token"
         assert facts.get("spilled", 0) == 0 or facts["compiler"] != "3.6.0", f"{name}: {facts['spilled']} bytes do not fit the registers: {facts}"
         assert 0 <= facts["shared"] <= 227 * 1024 and facts["binary"] > 1000
 

@@ -109,6 +109,7 @@ def serve(
     index_cache: Annotated[CacheKind, typer.Option(help="fp8: 132 bytes a token and full layer.")] = CacheKind.auto,
     num_speculative_tokens: Drafts = 0,
     acceptance: Annotated[Acceptance, typer.Option(help="coupled: the text is the text without guesses; rejection: only its distribution is, and more guesses are right.")] = Acceptance.coupled,
+    adaptive_depth: Annotated[bool, typer.Option(help="Fewer guesses for requests whose guesses are often wrong.")] = False,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may call, such as http://localhost:3000.")] = None,
     max_requests: Annotated[int, typer.Option(help="Requests running and waiting together; one more is told to come back (429).", min=1)] = 1024,
     max_body_mb: Annotated[int, typer.Option(help="Longest request body.", min=1)] = 64,
@@ -125,7 +126,7 @@ def serve(
         try: engine = AsyncEngine(model, dtype=named(dtype), device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                                   max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages, quantize=quantize and quantize.value,
                                   latent_cache=latent_cache.value, index_cache=index_cache.value,
-                                  num_speculative_tokens=num_speculative_tokens, acceptance=acceptance.value)
+                                  num_speculative_tokens=num_speculative_tokens, acceptance=acceptance.value, adaptive_depth=adaptive_depth)
         except ValueError as cause: raise ServeError(str(cause)) from cause
         service = new_service(engine, model, served_model_name, max_active=max_requests, max_body=max_body_mb << 20, timeout=timeout)
         address = f"http://{host}:{listener.getsockname()[1]}"

@@ -15,7 +15,7 @@ from glm52.engine.engine import Engine, LLM
 from glm52.engine.runner import Guesses
 from glm52.engine.sampling import SamplingParams
 from glm52.engine.scheduler import QueueFull
-from glm52.engine.speculation import Chains, leading
+from glm52.engine.speculation import Chains, best_depth, leading, next_trust
 from glm52.model.decoder import random_model, tiny_config
 
 CASES = {case["id"]: case for line in (Path(__file__).parent / "cases" / "public-reports.jsonl").read_text().splitlines() if (case := json.loads(line))}
@@ -323,3 +323,19 @@ def test_chains():
     assert chains.of_rows(torch.arange(9).view(3, 3)).tolist() == [0, 1, 2, 3, 6, 7]
     assert leading(torch.tensor([[True, True], [True, False], [False, True]])).tolist() == [2, 1, 0]
     assert Chains.new(np.zeros(0, np.int64)).at.shape == (0, 1)
+
+
+def test_depth_follows_trust(tiny_model, monkeypatch):
+    "Right guesses get as many as there may be, wrong ones one; the text is the same."
+    prompt, params = {"prompt_token_ids": [5, 9, 40]}, SamplingParams(temperature=1, seed=2, max_tokens=80, ignore_eos=True)
+    plain = LLM(tiny_model, num_pages=60).generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    for right, last in ((1.0, 7), (0.0, 1)):
+        with monkeypatch.context() as patch:
+            oracle(patch, lambda s, position: plain[position - 3], right)
+            engine = Engine(tiny_model, num_pages=60, num_speculative_tokens=7, adaptive_depth=True)
+            engine.add("r", prompt["prompt_token_ids"], params)
+            sequence, found = engine.requests["r"].choices[0].sequence, []
+            while engine.busy: found += [t for out in engine.step()[0] for t in out.token_ids]
+        assert found == plain and sequence.depth == last and (sequence.trust > 0.9) == (right == 1)
+    assert [best_depth(trust, 7) for trust in (0.0, 0.5, 0.99)] == [1, 2, 7] and best_depth(0.99, 3) == 3
+    assert next_trust(0.5, 3, 3) > 0.6 and next_trust(0.5, 3, 0) == pytest.approx(0.45)

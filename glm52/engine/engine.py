@@ -24,7 +24,7 @@ from .memory import Memory
 from .prefix_cache import PrefixCache
 from .runner import Runner, StepResult, TokenScore
 from .sampling import SamplingParams, draw_seed
-from .speculation import MAX_DRAFTS
+from .speculation import MAX_DRAFTS, best_depth, next_trust
 from .scheduler import FINISHED, PagePool, QueueFull, RequestRefused, Scheduler, Sequence
 from ..model.checkpoint import CheckpointError, load_model, reload_weights, resolve_model
 from ..model.decoder import Caches, Decoder
@@ -156,8 +156,8 @@ Choice.take = _take
 class DraftCounts:
     "How many drafts were verified and how many were right, by their place."
 
-    def __init__(self, depth: int):
-        self.depth, self.proposed, self.accepted = depth, [0] * depth, [0] * depth
+    def __init__(self, depth: int, adaptive: bool = False):
+        self.depth, self.adaptive, self.proposed, self.accepted = depth, adaptive, [0] * depth, [0] * depth
 
     def add(self, sequence: Sequence, proposed: int, accepted: int):
         "What one step did for a sequence."
@@ -165,6 +165,8 @@ class DraftCounts:
         for place in range(accepted): self.accepted[place] += 1
         sequence.proposed += proposed
         sequence.accepted += accepted
+        sequence.trust = next_trust(sequence.trust, proposed, accepted)
+        if self.adaptive: sequence.depth = best_depth(sequence.trust, self.depth)
 
 # %% ../../nbs/18_engine.ipynb #59430f1b
 class Engine:
@@ -184,6 +186,7 @@ class Engine:
         index_cache: str = "auto",            # "fp8": 132 bytes a token and full layer
         num_speculative_tokens: int = 0,      # drafts of the MTP layer that a step verifies for a request; 0 to 7
         acceptance: str = "coupled",          # "coupled" changes no token, "rejection" keeps the distribution and accepts more
+        adaptive_depth: bool = False,         # fewer drafts for requests whose drafts are often wrong
     ):
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS: raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; it can be 0 to {MAX_DRAFTS}")
         if max_model_len is not None and max_model_len > decoder.config.max_position_embeddings:
@@ -194,7 +197,7 @@ class Engine:
         caches = Caches.new(decoder.config, pages, decoder.dtype, decoder.device, latent_cache, index_cache, num_speculative_tokens > 0)
         self.decoder, self.tokenizer = decoder, tokenizer
         self.runner = Runner(decoder, pages, caches, num_speculative_tokens > 0, acceptance)
-        self.drafts = DraftCounts(num_speculative_tokens)
+        self.drafts = DraftCounts(num_speculative_tokens, adaptive_depth)
         pool = PrefixCache(pages, PAGE_SIZE, version=1) if enable_prefix_caching else PagePool(pages)
         self.scheduler = Scheduler(pool, self.max_model_len, max_num_seqs, max(max_num_batched_tokens, max_num_seqs), max_waiting)
         self.vocab_size, self.weights_version = decoder.config.vocab_size, 1

@@ -44,6 +44,7 @@ class Sequence:
     depth: int = 0                        # drafts that it would like to have verified with its next token
     proposed: int = 0                     # drafts verified so far
     accepted: int = 0                     # those that were right
+    trust: float = 0.8                    # share of right ones, lately
     cached: int = 0                       # prompt tokens found in the cache when it first ran
     preemptions: int = 0
     finish_reason: str | None = None      # "stop", "length", "abort"

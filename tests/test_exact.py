@@ -2,8 +2,8 @@
 import torch
 
 from glm52.cli import task_prompts
-from glm52.engine.engine import load_tokenizer
-from glm52.engine.exact import BATCHES, CHUNKS, DRAFTS, cells, exact, make_prompts
+from glm52.engine.engine import Engine, load_tokenizer
+from glm52.engine.exact import BATCHES, CHUNKS, DRAFTS, answers, cells, exact, make_prompts
 from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import Decoder, random_model, tiny_config
 
@@ -56,3 +56,9 @@ def test_real_guesses_are_right_often_enough_to_matter():
     assert not any(t.differ for t in tallies)
     proposed, accepted = sum(t.proposed for t in tallies), sum(t.accepted for t in tallies)
     assert proposed > 100 and 0.3 < accepted / proposed < 0.95
+
+
+def test_a_prompt_whose_last_piece_is_one_token_arrives(tiny_model):
+    "49 tokens in pieces of 16: what is left looks like decoding, three steps after every preemption."
+    engine = Engine(tiny_model, None, max_num_seqs=1, max_model_len=128, num_pages=4, max_num_batched_tokens=16)
+    assert len(answers(engine, {0: list(range(100, 149))}, 0.0, 4, preempt=True)[0]) == 4 and engine.scheduler.preemptions > 0

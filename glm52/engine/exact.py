@@ -53,10 +53,12 @@ def make_prompts(
     return [families[i % 5] + draw(rng.choice((5, 40, 63, 64, 100))) for i in range(count)]
 
 
-def _decodes_last(engine: Engine) -> bool:
-    "Whether the last in order has its prompt behind it: sent back before that, with small chunks, it would never arrive."
-    running = engine.scheduler.running
-    return bool(running) and len(running[-1].tokens) - running[-1].computed == 1
+def _send_back(engine: Engine, sent: dict[str, int]):
+    "Preempt the last in order, if it has given a token since it was last sent back: otherwise, with small chunks, it would never arrive."
+    last = next(reversed(engine.scheduler.running), None)
+    if last is None or len(last.tokens) - last.computed != 1 or len(last.tokens) <= sent.get(last.id, last.prompt_len): return
+    sent[last.id] = len(last.tokens)
+    engine.scheduler.preempt_last()
 
 
 def answers(
@@ -70,8 +72,9 @@ def answers(
     found: dict[int, list[int]] = {number: [] for number in prompts}
     for number, ids in prompts.items():
         engine.add(str(number), ids, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True, detokenize=False))
+    sent: dict[str, int] = {}
     while engine.busy:
-        if preempt and engine.totals["steps"] % 3 == 2 and _decodes_last(engine): engine.scheduler.preempt_last()
+        if preempt and engine.totals["steps"] % 3 == 2: _send_back(engine, sent)
         outputs, failed = engine.step()
         for error in failed.values(): raise error
         for out in outputs: found[int(out.request_id)] += out.token_ids

@@ -662,7 +662,8 @@ def speculation_table(result: dict) -> Table:
 def column_table(result: dict) -> Table:
     "Columns as rows: share right, and the paired difference from the first."
     table = Table("column", "right % (95 %)", f"difference from {result['against']} (95 %)", "same text", "seconds")
-    n = result["questions"]
+    n, machine = result["questions"], result["machine"]
+    table.caption = f"transformers {machine['transformers']}, torch {machine['torch']}, {machine['gpu'] or 'CPU'}; {n} questions"
     for name, e in result["columns"].items():
         middle, low, high = (f"{100 * x:+.2f}" for x in e["difference"])
         share = percent({"accuracy": e["right"] / n, **e})

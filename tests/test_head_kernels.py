@@ -146,3 +146,18 @@ def test_mtp_kernels_refuse():
     for arguments, words in (((tokens, whole[:, :2], whole[:1], flags), "at"), ((tokens, whole[:, :2].int(), whole, flags), "int64"), ((tokens, whole[:, :2], whole, flags.int()), "bool"),
                              ((tokens, torch.zeros(5000, 2, dtype=torch.int64), torch.zeros(5000, 3, dtype=torch.int64), torch.zeros(5000, 2, dtype=torch.bool)), "4,096")):
         with pytest.raises(ValueError, match=words): mtp.accept(*arguments)
+
+
+@interpreted
+def test_a_model_bound_to_these_kernels_says_what_the_plain_one_does():
+    from glm52.model.decoder import Backends, Caches, Decoder, fill, random_tensors, tiny_config
+    from glm52.model.plan import RequestRows, StepPlan
+    config = tiny_config(num_attention_heads=2, qk_nope_head_dim=64, kv_lora_rank=128, v_head_dim=64, vocab_size=300)
+    plan, hidden = StepPlan.build([RequestRows([5, 9, 2], 0, [0])]), []
+    for name in ("torch", "triton"):
+        wishes = dict.fromkeys(("absorb_queries", "absorb_values", "lm_head", "mtp_input"), name)
+        model = Decoder(config, torch.float16, "cpu", Backends.choose("cpu", config, torch.float16, **wishes))
+        fill(model, random_tensors(config))
+        state = model.forward(plan, Caches.new(config, 1, torch.float16))
+        hidden.append((state, model.logits(state), model.mtp.merge(state, type("Step", (), {"plan": plan}))))
+    for want, got in zip(*hidden): assert relative_error(want, got) < 5e-3

@@ -227,7 +227,7 @@ def test_plan_slots_are_the_page_table(shapes, rng):
 def test_backends_are_chosen_once_and_wishes_are_kept_or_refused():
     table = Backends.choose("cpu").table()
     assert [op for op, _, _ in table] == ["rms_norm", "layer_norm", "rope", "linear", "index_scores", "topk", "prepare_queries", "prepare_key", "prepare_latent", "slots",
-                                        "add_rms_norm", "sparse_mla", "route", "moe"]
+                                        "add_rms_norm", "sparse_mla", "route", "moe", "absorb_queries", "absorb_values", "lm_head", "mtp_input"]
     assert all(name == "torch" and why for _, name, why in table)
     with pytest.raises(ValueError, match="no op called attention"): Backends.choose("cpu", attention="torch")
     with pytest.raises(ValueError, match="no implementation 'mkl'"): Backends.choose("cpu", topk="mkl")

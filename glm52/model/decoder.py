@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['IMPLEMENTATIONS', 'KERNEL_LIMITS', 'SEPARATE', 'Backends', 'Caches', 'SelectionError', 'Step', 'SplitKV', 'Weights',
-           'per_head', 'Indexer', 'Attention', 'half_rows', 'Dense', 'Experts', 'Layer', 'MtpLayer', 'Capture',
-           'Decoder', 'fill', 'random_tensors', 'tiny_config', 'random_model', 'first_difference']
+           'per_head', 'absorb_queries', 'lm_head', 'mtp_input', 'Indexer', 'Attention', 'half_rows', 'Dense',
+           'Experts', 'Layer', 'MtpLayer', 'Capture', 'Decoder', 'fill', 'random_tensors', 'tiny_config',
+           'random_model', 'first_difference']
 
 # %% ../../nbs/10_model.ipynb #0b6e51a2
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +63,10 @@ class Backends:
     sparse_mla: Implementation
     route: Implementation
     moe: Implementation
+    absorb_queries: Implementation
+    absorb_values: Implementation
+    lm_head: Implementation
+    mtp_input: Implementation
 
     @classmethod
     def choose(cls, device: str | torch.device = "cpu", config: ModelConfig | None = None, dtype: torch.dtype | None = None,
@@ -212,7 +217,7 @@ class Weights:
         self.places[name] = SplitKV(w_uk, w_uv)
         return w_uk, w_uv
 
-# %% ../../nbs/10_model.ipynb #5ab68b0c
+# %% ../../nbs/10_model.ipynb #22037b55
 def per_head(
     x: Tensor,  # [T, H, k] model dtype
     w: Tensor,  # [H, k, n] model dtype
@@ -225,6 +230,49 @@ def per_head(
     if rows > piece: return torch.cat([per_head(part, w) for part in x.split(piece)])
     if rows < (least or ROWS): x = F.pad(x, (0, 0, 0, 0, 0, (least or ROWS) - rows))
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)[:rows]
+
+# %% ../../nbs/10_model.ipynb #5ab68b0c
+def absorb_queries(
+    q: Tensor,        # [T, H, nope + rope] model dtype
+    w_uk: Tensor,     # [H, nope, R]
+    cos: Tensor,      # [T, rope / 2] fp32
+    sin: Tensor,      # [T, rope / 2] fp32
+    interleave: bool = True,     # True: pairs (2i, 2i+1); False: pairs (i, i + rope / 2)
+    rope: Callable = rotate,     # what rotates
+) -> Tensor:          # [T, H, R + rope]
+    "Every head's query in the latent space, its rotated part turned."
+    nope, pe = q.split([w_uk.shape[1], 2 * cos.shape[-1]], -1)
+    return torch.cat([per_head(nope, w_uk), rope(pe, cos, sin, interleave)], -1)
+
+
+def lm_head(
+    hidden: Tensor,   # [N, d] after the final norm
+    weight: Tensor,   # [V, d]
+    linear: Callable = linear,   # what multiplies
+) -> Tensor:          # [N, V] fp32
+    "Logits."
+    return linear(hidden, weight, torch.float32)
+
+
+def mtp_input(
+    tokens: Tensor,   # [T] int64, the token after each row's position
+    embed: Tensor,    # [V, d]
+    hidden: Tensor,   # [T, d], of the position before each token
+    enorm: Tensor,    # [d]
+    hnorm: Tensor,    # [d]
+    eps: float,
+    rms_norm: Callable = norm.rms_norm_torch,  # what normalises
+) -> Tensor:          # [T, 2 d], what `eh_proj` takes
+    "The normed embedding of each token beside the normed hidden state."
+    return torch.cat([rms_norm(embed[tokens], enorm, eps), rms_norm(hidden, hnorm, eps)], -1)
+
+
+IMPLEMENTATIONS |= {"absorb_queries": {"torch": absorb_queries, "triton": "glm52.kernels.absorb:absorb_queries"},
+                    "absorb_values": {"torch": per_head, "triton": "glm52.kernels.absorb:absorb_values"},
+                    "lm_head": {"torch": lm_head, "triton": "glm52.kernels.head:lm_head"},
+                    "mtp_input": {"torch": mtp_input, "triton": "glm52.kernels.mtp:mtp_input"}}
+KERNEL_LIMITS |= dict.fromkeys(("absorb_queries", "absorb_values", "lm_head", "mtp_input"), _unmeasured)
+SEPARATE |= {"absorb_queries": ("rope",), "lm_head": ("linear",), "mtp_input": ("rms_norm",)}
 
 # %% ../../nbs/10_model.ipynb #c27848b6
 class Indexer:
@@ -261,19 +309,17 @@ class Attention:
         self.w_uk, self.w_uv = weights.split_kv(p + "kv_b_proj.weight")
         owns_indexer = layer >= c.num_hidden_layers or c.indexer_types[layer] == "full"
         self.indexer = Indexer(layer, weights, backends) if owns_indexer else None
-        self.scale, self.widths = c.softmax_scale, (c.qk_nope_head_dim, c.qk_rope_head_dim)
+        self.scale = c.softmax_scale
 
     def __call__(self, h: Tensor, step: Step, caches: Caches) -> Tensor:
         c, b, cache = self.config, self.backends, caches.latent[self.layer]
         qa = b.rms_norm(b.linear(h, self.q_a), self.q_norm, c.lora_norm_eps)
-        q_nope, q_pe = b.linear(qa, self.q_b).view(len(h), c.num_attention_heads, -1).split(self.widths, -1)
-        angles = step.cos, step.sin, c.rope_interleave
-        q_pe = b.rope(q_pe, *angles)
+        q = b.linear(qa, self.q_b).view(len(h), c.num_attention_heads, -1)
         if step.writes: self._keep_latent(h, step, caches)
         if self.indexer is not None and step.writes: self.indexer(h, qa, step, caches)
-        q = torch.cat([per_head(q_nope, self.w_uk), q_pe], -1)
+        q = b.absorb_queries(q, self.w_uk, step.cos, step.sin, c.rope_interleave)
         o = b.sparse_mla(q, cache, step.read(self.layer), self.scale, c.qk_rope_head_dim)
-        return b.linear(per_head(o, self.w_uv).flatten(1), self.o)
+        return b.linear(b.absorb_values(o, self.w_uv).flatten(1), self.o)
 
     def _keep_latent(self, h: Tensor, step: Step, caches: Caches) -> None:
         c, b, latent = self.config, self.backends, self.backends.linear(h, self.kv_a)
@@ -355,8 +401,7 @@ class MtpLayer:
     def merge(self, hidden: Tensor, step: Step) -> Tensor:
         "Each row's token and the hidden state before it -> [T, d] the layer's input."
         b, eps = self.backends, self.config.rms_norm_eps
-        token = b.rms_norm(self.embed[step.plan.token_ids], self.enorm, eps)
-        return b.linear(torch.cat([token, b.rms_norm(hidden, self.hnorm, eps)], -1), self.eh_proj)
+        return b.linear(b.mtp_input(step.plan.token_ids, self.embed, hidden, self.enorm, self.hnorm, eps), self.eh_proj)
 
     def __call__(self, hidden: Tensor, step: Step, caches: Caches) -> Tensor:
         "hidden [T, d], of the position before each row's token -> [T, d] after `shared_head.norm`."
@@ -412,7 +457,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         "fp32 scores [N, V] of the token after each hidden state [N, d]."
-        return self.backends.linear(hidden, self.lm_head, torch.float32)
+        return self.backends.lm_head(hidden, self.lm_head)
 
 # %% ../../nbs/10_model.ipynb #1280feac
 def fill(

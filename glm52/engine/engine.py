@@ -8,7 +8,7 @@ __all__ = ['Logprob', 'StepOutput', 'EngineError', 'EngineClosed', 'StopStrings'
            'Stream', 'AsyncEngine']
 
 # %% ../../nbs/18_engine.ipynb #cbdb01c4
-import asyncio, json, queue, threading, time
+import asyncio, json, numbers, queue, threading, time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence as Some
 from dataclasses import dataclass, field
@@ -251,6 +251,8 @@ def _check(
 ) -> None:
     "Refuse what can never be served: `RequestRefused` or `SamplingError`."
     params.check_vocabulary(self.vocab_size)
+    odd = {kind.__name__ for kind in set(map(type, prompt_token_ids)) if not issubclass(kind, numbers.Integral)}
+    if odd: raise RequestRefused(f"the prompt holds values of type {', '.join(sorted(odd))}; token ids are whole numbers")
     for place, token in enumerate(prompt_token_ids):
         if not 0 <= token < self.vocab_size:
             raise RequestRefused(f"token id {token} at place {place} of the prompt is not below the vocabulary's size, {self.vocab_size}")
@@ -269,6 +271,8 @@ def _add(
 ) -> Request:
     "Let a request wait for its turn. `RequestRefused`, `SamplingError` or `QueueFull` if it may not."
     if self.refuses and (self.paused or self.asleep): raise EngineClosed(f"the engine {'sleeps' if self.asleep else 'is paused'} and takes no requests meanwhile; try again later")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**63: raise RequestRefused(f"priority is {priority!r:.60}; it must be a whole number of at most 63 bits")
+    if not isinstance(cache_salt, str) or not cache_salt.isascii(): raise RequestRefused("cache_salt must be text of ASCII characters")
     if request_id in self.requests: raise RequestRefused(f"a request called {request_id!r} is under way; give each its own id")
     self.check(prompt_token_ids, params)
     s = self.scheduler
@@ -415,7 +419,7 @@ def _reset_prefix_cache(self: Engine) -> None:
     pool = self.scheduler.pages
     if isinstance(pool, PrefixCache): pool.reset(pool.version)
 
-
+# %% ../../nbs/18_engine.ipynb #77206446
 def _sleep(
     self: Engine,
     level: int = 1,          # 1: weights go to the host; 2: they are read from the checkpoint again

@@ -130,3 +130,15 @@ def test_rows_that_lie_apart_and_sample_with_the_kernel():
                                      (torch.zeros(8), "N, V"), (torch.zeros(1, 1).expand(2, 300_000), "262,144"), (torch.zeros(2, 0), "262,144")])
 def test_bad_input_is_refused_before_the_launch(z, words):
     with pytest.raises(ValueError, match=words): choose(z, batch_of([SamplingParams()] * 2))
+
+
+@interpreted
+def test_a_runner_takes_the_kernel_by_name():
+    from glm52.engine.runner import Runner
+    from glm52.model.decoder import random_model, tiny_config
+    model = random_model(tiny_config())
+    z, batch = peaked(2, 300), batch_of([SamplingParams(temperature=0), SamplingParams(top_k=3)])
+    plain_runner, runner = Runner(model, 4), Runner(model, 4, sampler="triton")
+    assert torch.equal(plain_runner.sample(z, batch).token, runner.sample(z, batch).token)
+    assert plain_runner.sample.keywords["choose"].name == "torch" and runner.sample.keywords["choose"].name == "triton"
+    with pytest.raises(ValueError, match="no implementation 'dice'"): Runner(model, 4, sampler="dice")

@@ -8,12 +8,14 @@ __all__ = ['TokenScore', 'StepResult', 'PageTables', 'flatten_rows', 'to_plan', 
 # %% ../../nbs/16_runner.ipynb #80fc5aea
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .sampling import SamplingBatch, SamplingParams, SamplingTable, TokenCounts, process, sample, sampling_batch, top_logprobs
+from ..device import resolve
+from .sampling import IMPLEMENTATIONS, SamplingBatch, SamplingParams, SamplingTable, TokenCounts, process, sample, sampling_batch, top_logprobs
 from .scheduler import Rows, Sequence, Step
 from .speculation import ACCEPTANCE, MAX_DRAFTS, Chains, Verdict, accept_coupled, accept_rejection, log_distribution
 from ..model.decoder import Caches, Decoder
@@ -141,12 +143,14 @@ class Runner:
         caches: Caches | None = None,  # None makes them
         speculate: bool = False,       # whether steps may have drafts: the MTP layer's rows are then kept up to date
         acceptance: str = "coupled",   # which drafts are right: one of `ACCEPTANCE`
+        sampler: str = "torch",        # what chooses tokens; "triton" is the kernel
     ):
         self.decoder, self.device, self.vocab_size = decoder, decoder.device, decoder.config.vocab_size
         self.caches = caches if caches is not None else Caches.new(decoder.config, num_pages, decoder.dtype, decoder.device, mtp=speculate)
         if acceptance not in ACCEPTANCE: raise ValueError(f"acceptance is {acceptance!r}; it can be {' or '.join(ACCEPTANCE)}")
         if speculate and decoder.mtp is None: raise ValueError("this model has no MTP layer, so it cannot speculate; use num_speculative_tokens=0")
         self.acceptance, self.memory = acceptance, HiddenStates(decoder, num_pages) if speculate else None
+        self.sample = partial(sample, choose=resolve("sample", IMPLEMENTATIONS, sampler, self.device))
         self.tables, self.wishes, self.counts = PageTables(), SamplingTable(), TokenCounts(self.vocab_size, self.device)
         self.free_lines: list[int] = []
         self.lines = 0
@@ -266,7 +270,7 @@ def _chooser(self: Runner, rows: list[Rows], drawn: list[Tensor], log_q: list[Te
     def choose(logits: Tensor, k: int) -> Tensor:
         batch = replace(first, position=first.position + k)
         if self.wishes.ends: batch = replace(sampling_batch(self.wishes, lines, position + k, generated + k, self.device), logprobs=None)
-        drawn.append(sample(logits, batch, counts).token)
+        drawn.append(self.sample(logits, batch, counts).token)
         if log_q is not None: log_q.append(log_distribution(process(logits, batch, counts), batch))
         token = drawn[-1].clamp_min(0)
         if counts is not None: counts[1].scatter_add_(1, token[batch.penalised][:, None], torch.ones_like(counts[1][:, :1]))
@@ -288,7 +292,7 @@ def _sample_rows(self: Runner, step: Step, sampled: np.ndarray, chains: Chains, 
     if penalised: counts = _with_guesses(self.counts.rows(penalised), chains, np.flatnonzero(self.wishes.whole("penalised", lines) > 0), drafts)
     logits = self.decoder.logits(hidden)
     if guesses is None or guesses.log_q is None:
-        found = sample(logits, batch, counts)
+        found = self.sample(logits, batch, counts)
         verdict, scored = accept_coupled(found.token, drafts, chains), (found.logprob, found.rank, found.top_ids, found.top_logprobs)
         token = found.token
     else:

@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from glm52.device import relative_error
+from glm52.bench_moe import OTHER_PLANS, SHAPES, TOKENS, five_layers, plain_experts, random_weight
+from glm52.device import H200, relative_error
 from glm52.kernels import moe
 from glm52.model.decoder import Backends
 from glm52.ops.fp8 import quantize_weight
@@ -121,3 +122,19 @@ def test_the_model_takes_it_by_name():
     chosen = Backends.choose("cpu", moe="triton", route="triton")
     assert chosen.moe.function is moe.moe_fp8 and chosen.route.function is moe.route
     assert Backends.choose("cpu").moe.name == Backends.choose("cpu").route.name == "torch"
+
+
+def test_the_bench_measures_the_weights_of_five_layers():
+    together, single = five_layers(), five_layers(together=False)
+    assert len(together) == 25 and len(single) == 33 and [n for names in together for n in names] == [n for names in single for n in names]
+    assert 342 < H200.floor_us(sum(SHAPES[n][0] * SHAPES[n][1] for names in single for n in names)) < 344
+    assert OTHER_PLANS.keys() == set(TOKENS) and all(how["rows"] >= 16 for plans in OTHER_PLANS.values() for how in plans.values())
+    w = random_weight(3, 128, 256, device="cpu")
+    assert w.weight.float().isfinite().all() and w.scale_inv.shape == (3, 1, 2)
+
+
+def test_the_bench_judges_by_the_plain_form():
+    layer = random_weight(8, 256, 128, device="cpu"), random_weight(8, 128, 128, device="cpu"), tuple(random_weight(*s, device="cpu") for s in ((256, 128), (128, 128)))
+    x, ids, weights = routed(2)
+    want = moe_torch(x, ids, weights, *layer[:2]) + swiglu(x, *layer[2])
+    assert relative_error(want, plain_experts(x, ids, weights, *layer)) < 1e-4

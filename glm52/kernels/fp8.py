@@ -6,7 +6,7 @@
 __all__ = ['INTERPRETED', 'BLOCK', 'FEW', 'IN_KERNEL', 'SHAPES', 'quantize_tile', 'repeat_rows', 'begin', 'prefetch_l2',
            'counters', 'plan_splits', 'few_rows', 'quantize_rows', 'many_rows', 'linear_fp8', 'linears_fp8']
 
-# %% ../../nbs/03_fp8_kernel.ipynb #c4310b10
+# %% ../../nbs/03_fp8_kernel.ipynb #f3f14a32
 import functools, os
 
 import torch
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as on_gpu
 
-# %% ../../nbs/03_fp8_kernel.ipynb #40ddd7ef
+# %% ../../nbs/03_fp8_kernel.ipynb #a6de63f1
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 128            # columns that share a scale, in rows and in weights
 
@@ -66,7 +66,7 @@ def prefetch_l2(pointers):
     "Ask for the lines of these addresses; nobody waits."
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
-# %% ../../nbs/03_fp8_kernel.ipynb #8870802f
+# %% ../../nbs/03_fp8_kernel.ipynb #d7645838
 @triton.jit
 def _few_rows_kernel(x_ptr, x_scale_ptr, x_scale_stride, w_ptr, scale_ptr, out_ptr, N, splits, per, w2_ptr, scale2_ptr, out2_ptr, N2, splits2, per2, part_ptr, count_ptr,
                      rows, K, x_stride, TWO: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, STAGES: tl.constexpr,
@@ -119,7 +119,7 @@ def _few_rows_kernel(x_ptr, x_scale_ptr, x_scale_stride, w_ptr, scale_ptr, out_p
             tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=there)
             tl.store(count_ptr + cell - split, 0)          # for the next launch
 
-# %% ../../nbs/03_fp8_kernel.ipynb #389afb95
+# %% ../../nbs/03_fp8_kernel.ipynb #d8410db1
 @triton.jit
 def _quantize_kernel(x_ptr, q_ptr, scale_ptr, K, x_stride, scale_stride, GROUPS: tl.constexpr, PDL: tl.constexpr, SOFT: tl.constexpr):
     "One row, GROUPS blocks of 128 columns; scales lie block after block, rows side by side."
@@ -161,7 +161,7 @@ def _many_rows_kernel(q_ptr, q_scale_ptr, w_ptr, scale_ptr, out_ptr, rows, N, K,
     there = (m[:, None] < rows) & (n[None, :] < N)
     tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=there)
 
-# %% ../../nbs/03_fp8_kernel.ipynb #d8b78805
+# %% ../../nbs/03_fp8_kernel.ipynb #55206046
 _COUNTERS: dict[torch.device, Tensor] = {}
 
 
@@ -195,7 +195,7 @@ def plan_splits(
     per = triton.cdiv(blocks, splits)
     return triton.cdiv(blocks, per), per
 
-# %% ../../nbs/03_fp8_kernel.ipynb #286ba589
+# %% ../../nbs/03_fp8_kernel.ipynb #eb952eae
 FEW = 512         # rows up to which the first form runs
 IN_KERNEL = 16    # rows up to which it quantises them itself
 SHAPES = {16: dict(rows=16), 32: dict(rows=32), 64: dict(rows=64), 1 << 30: dict(rows=128, tile=128, warps=8, stages=4)}   # rows up to -> its tiles
@@ -220,7 +220,7 @@ def _check(x, w, scale_inv, out_dtype):
         if t.device != x.device: raise ValueError(f"linear_fp8: {what} is on {t.device}, x on {x.device}")
     if not x.is_cuda and not INTERPRETED: raise ValueError(f"linear_fp8: this kernel runs on a GPU; x is on the {x.device.type}")
 
-# %% ../../nbs/03_fp8_kernel.ipynb #624c5132
+# %% ../../nbs/03_fp8_kernel.ipynb #8e9ab00e
 def few_rows(
     x: Tensor,             # [T, in], or e4m3 with `scale`
     weights: list[tuple],  # one or two Fp8Weight [out, in] that take the same rows
@@ -248,7 +248,7 @@ def few_rows(
         **({"launch_pdl": True} if pdl else {}))
     return outs
 
-# %% ../../nbs/03_fp8_kernel.ipynb #3a44266c
+# %% ../../nbs/03_fp8_kernel.ipynb #5d5633c2
 def quantize_rows(
     x: Tensor,                # [T, K] bf16, fp16 or fp32
     pdl: bool = False,        # start before the kernel in front has ended
@@ -283,7 +283,7 @@ def many_rows(
                                PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}))
     return out
 
-# %% ../../nbs/03_fp8_kernel.ipynb #037e66b8
+# %% ../../nbs/03_fp8_kernel.ipynb #08c87a7d
 def linear_fp8(
     x: Tensor,                # [T, in] bf16, fp16 or fp32
     weight: tuple,            # Fp8Weight: e4m3 [out, in], fp32 [⌈out/128⌉, ⌈in/128⌉]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLANS', 'most_tiles', 'schedule', 'plan', 'moe_fp8', 'route', 'router']
 
-# %% ../../nbs/08_moe_kernel.ipynb #f9dfd501
+# %% ../../nbs/08_moe_kernel.ipynb #49f0c9ec
 import torch
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .fp8 import BLOCK, INTERPRETED, begin, counters, quantize_rows, quantize_tile, repeat_rows
 
-# %% ../../nbs/08_moe_kernel.ipynb #bcf9c685
+# %% ../../nbs/08_moe_kernel.ipynb #fa515aaf
 if INTERPRETED:
     @triton.jit
     def _exp(x): return tl.exp(x)
@@ -103,7 +103,7 @@ def _router_kernel(x_ptr, w_ptr, bias_ptr, logits_ptr, ids_ptr, weights_ptr, par
         tl.store(logits_ptr + row[:, None].to(tl.int64) * EXPERTS + expert[None, :], logits, mask=row[:, None] < rows)
         _best(logits, bias_ptr, rows, row, ids_ptr, weights_ptr, scaling, K, SLOTS, EXPERTS, NORM, ROWS)
 
-# %% ../../nbs/08_moe_kernel.ipynb #4e33939e
+# %% ../../nbs/08_moe_kernel.ipynb #15edab99
 @triton.jit
 def _count_kernel(ids_ptr, hist_ptr, pairs, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     "How many pairs of a chunk each expert has."
@@ -156,7 +156,7 @@ def _place_kernel(ids_ptr, first_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, C
     place = tl.load(first_ptr + chunk * EXPERTS + ids, mask=pair < pairs, other=0) + rank
     tl.store(order_ptr + place, pair, mask=pair < pairs)
 
-# %% ../../nbs/08_moe_kernel.ipynb #f41a2c07
+# %% ../../nbs/08_moe_kernel.ipynb #ebcdddd9
 @triton.jit
 def _rows_of_tile(ids_ptr, order_ptr, tile_ptr, tile, pairs, tokens, tiles, shared, low, high,
                   SORTED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
@@ -263,7 +263,7 @@ def _down_few(h_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, or
         to = repeat_rows(pair, ROWS)
         tl.store(y_ptr + to[None, :].to(tl.int64) * width + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=((to >= 0) & (column < REAL))[None, :])
 
-# %% ../../nbs/08_moe_kernel.ipynb #2d13500b
+# %% ../../nbs/08_moe_kernel.ipynb #00d5ea91
 @triton.jit
 def _gate_up_many(q_ptr, q_scale_ptr, w_ptr, scale_ptr, shared_ptr, shared_scale_ptr, ids_ptr, order_ptr, tile_ptr, h_ptr, h_scale_ptr,
                   pairs, tokens, top_k, tiles, shared, low, high, q_scale_stride, h_scale_stride, width: tl.constexpr, inner: tl.constexpr,
@@ -349,7 +349,7 @@ def _combine_kernel(y_ptr, weights_ptr, out_ptr, pairs, width, TOP_K: tl.constex
     if SHARED: total += tl.load(y_ptr + (pairs + token) * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
-# %% ../../nbs/08_moe_kernel.ipynb #35df98b2
+# %% ../../nbs/08_moe_kernel.ipynb #0edf3e65
 def _pdl(pdl): return {"launch_pdl": True} if pdl and not INTERPRETED else {}
 
 
@@ -381,7 +381,7 @@ def schedule(
     _place_kernel[(chunks,)](ids, first, order, pairs, EXPERTS=experts, CHUNK=chunk, PDL=p, num_warps=8, **_pdl(pdl))
     return order, table
 
-# %% ../../nbs/08_moe_kernel.ipynb #56f9d653
+# %% ../../nbs/08_moe_kernel.ipynb #5960091e
 PLANS = {          # tokens up to -> how
     1: dict(rows=16, tile1=32, stages1=5, warps1=4, tile2=64, stages2=3, warps2=4),
     16: dict(rows=16, tile1=128, stages1=3, warps1=4, tile2=128, stages2=4, warps2=4),
@@ -422,7 +422,7 @@ def _check(x, ids, weights, gate_up, down, shared):
         raise ValueError(f"moe: rows of x must be in one piece and start at multiples of 16 bytes, strides are {x.stride()}")
     if not x.is_cuda and not INTERPRETED: raise ValueError(f"moe: this kernel runs on a GPU; x is on the {x.device.type}")
 
-# %% ../../nbs/08_moe_kernel.ipynb #d4a22a7b
+# %% ../../nbs/08_moe_kernel.ipynb #05cb288a
 def _few(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, total, how, simple, pdl):
     "Weights fill the matrix unit's rows, tokens its columns; both products quantise their rows on the way in."
     (w1, s1), (w2, s2), ((v1, t1), (v2, t2)) = gate_up, down, shared
@@ -462,7 +462,7 @@ def _many(x, pairs, top_k, tables, gate_up, down, shared, shared_tiles, tiles, t
             ROWS=part["rows"], TILE=part["tile2"], STAGES=part["stages2"], num_warps=part["warps2"], **common, **_pdl(pdl))
     return y
 
-# %% ../../nbs/08_moe_kernel.ipynb #0e053ffb
+# %% ../../nbs/08_moe_kernel.ipynb #f47084de
 def moe_fp8(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     ids: Tensor,      # [T, k] int64
@@ -496,7 +496,7 @@ def moe_fp8(
                                                          PDL=pdl and not INTERPRETED, num_warps=4, **_pdl(pdl))
     return out
 
-# %% ../../nbs/08_moe_kernel.ipynb #cb3077c6
+# %% ../../nbs/08_moe_kernel.ipynb #5a75f984
 def _check_router(op, logits_or_x, bias, experts, top_k):
     "Limits of both entries."
     if experts & (experts - 1) or experts > 1024: raise ValueError(f"{op}: {experts} experts; this kernel takes a power of two, at most 1,024")
@@ -530,7 +530,7 @@ def route(
                                                  EXPERTS=experts, NORM=norm_topk_prob, ROWS=4, PDL=not INTERPRETED, num_warps=4, **_pdl(True))
     return ids, weights
 
-# %% ../../nbs/08_moe_kernel.ipynb #52516842
+# %% ../../nbs/08_moe_kernel.ipynb #82a1e904
 def router(
     x: Tensor,        # [T, d] bf16, fp16 or fp32
     weight: Tensor,   # [E, d], x's dtype or fp32

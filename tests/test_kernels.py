@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from glm52.bench_kernels import BENCHES, Row, source_sha
 from glm52.cli import app
 from glm52.device import missing_package, relative_error
-from glm52.kernels import cache, fp8, indexer, indexer_prepare, moe, norm, norm_quant, rope, sparse_mla, sparse_mla_fp8, sparse_prefill, topk
+from glm52.kernels import (absorb, cache, fp8, head, indexer, indexer_prepare, moe, mtp, norm, norm_quant, rope, sampling, sparse_mla, sparse_mla_fp8,
+                           sparse_prefill, topk)
 from glm52.model.decoder import Backends, Caches, Capture, Decoder, fill, random_tensors, tiny_config as make_config
 from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.fp8 import quantize_index
@@ -224,7 +225,8 @@ def test_stored_figures_belong_to_the_stored_kernels():
     rows = json.loads(RESULTS.read_text())
     now = {"topk": topk, "sparse_decode_bf16": sparse_mla, "index_scores": indexer, "index_scores_prefill": indexer,
            "indexer_prepare": indexer_prepare, "cache_write": cache, "norm_quant": norm_quant, "rope": rope,
-           "sparse_decode_fp8": sparse_mla_fp8, "sparse_prefill_bf16": sparse_prefill, "linear_fp8": fp8, "moe_fp8": moe}
+           "sparse_decode_fp8": sparse_mla_fp8, "sparse_prefill_bf16": sparse_prefill, "linear_fp8": fp8, "moe_fp8": moe,
+           "lm_head": head, "sample": sampling, "absorb": absorb, "mtp_step": mtp}
     assert {r["kernel"] for r in rows} <= now.keys() and BENCHES.keys() <= now.keys()
     facts = {"gpu", "driver", "torch", "triton", "tilelang", "date"}
     for row in rows:

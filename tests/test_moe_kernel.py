@@ -3,9 +3,11 @@ import pytest
 import torch
 
 from glm52.bench_moe import OTHER_PLANS, SHAPES, TOKENS, five_layers, plain_experts, random_weight
+from glm52.config import checkpoint_tensors
 from glm52.device import H200, relative_error
 from glm52.kernels import moe
-from glm52.model.decoder import Backends
+from glm52.model.decoder import Backends, Caches, Decoder, fill, random_tensors, tiny_config
+from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.fp8 import quantize_weight
 from glm52.ops.moe import moe_torch, naive_route, swiglu
 
@@ -138,3 +140,17 @@ def test_the_bench_judges_by_the_plain_form():
     x, ids, weights = routed(2)
     want = moe_torch(x, ids, weights, *layer[:2]) + swiglu(x, *layer[2])
     assert relative_error(want, plain_experts(x, ids, weights, *layer)) < 1e-4
+
+
+def test_a_model_in_fp8_runs_on_the_kernels():
+    "Dense layers, attention, shared and routed experts, MTP's too: the plain model's hidden states."
+    config = tiny_config(moe_intermediate_size=128, intermediate_size=256, num_hidden_layers=4, index_topk_freq=1)
+    specs, kept = checkpoint_tensors(config), ("embed", "lm_head", "norm", "weights_proj", "eh_proj", "mlp.gate.", "bias")
+    names = frozenset(n for n, spec in specs.items() if len(spec.shape) == 2 and not any(k in n for k in kept))
+    tensors = [(n, quantize_weight(t) if n in names else t) for n, t in random_tensors(config)]
+    found = []
+    for backends in (Backends.choose("cpu"), Backends.choose("cpu", linear="triton", moe="triton", route="triton")):
+        model = Decoder(config, torch.float32, "cpu", backends, names)
+        fill(model, tensors)
+        found.append(model.forward(StepPlan.build([RequestRows([5, 9, 200], 0, [0])]), Caches.new(config, 2, torch.float32)))
+    assert relative_error(*found) < 1e-3

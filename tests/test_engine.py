@@ -340,3 +340,45 @@ def test_generation_defaults(tmp_path):
     assert generation_defaults(tmp_path) == {"temperature": 0.0}
     file.write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"): generation_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_overlapped_steps_give_the_same(tiny_model, drafts):
+    "Text one step later; the same outputs in all, also where a stop string is found when the next step has run."
+    rng = random.Random(3)
+    asked = [([rng.randrange(256) for _ in range(rng.choice((3, 64, 90)))], SamplingParams(
+        temperature=i % 2, seed=i, max_tokens=30, n=1 + i % 3, stop=(chr(97 + i), "ab") if i % 4 < 2 else (), logprobs=2 if i % 5 == 0 else None, ignore_eos=i % 2 == 0,
+        frequency_penalty=float(i % 3 == 0), prompt_logprobs=1 if i == 4 else None, logit_bias={97 + i: 4.0} if i % 4 < 2 else None)) for i in range(12)]
+
+    def run(step):
+        engine = Engine(tiny_model, byte_tokenizer(), num_pages=9, max_model_len=192, max_num_seqs=6, max_num_batched_tokens=48, num_speculative_tokens=drafts)
+        found = {}
+
+        def hear(outputs):
+            for out in outputs:
+                ids, text, scores, *end = found.setdefault((out.request_id, out.index), ([], [], [], []))
+                ids += out.token_ids; text.append(out.text_delta); scores += out.logprobs or []; end[0].append((out.finish_reason, out.stop_reason, out.prompt_logprobs is None))
+        for i, (prompt, params) in enumerate(asked): engine.add(str(i), prompt, params)
+        while engine.busy:
+            step(engine, hear)
+            if engine.totals["steps"] % 7 == 6: engine.scheduler.preempt_last()
+            engine.check_integrity()
+        assert not engine.requests and engine.scheduler.pages.free == 9 and engine.scheduler.preemptions > 0
+        return {key: (ids, "".join(text), scores, [e for e in end if e[0]]) for key, (ids, text, scores, end) in found.items()}, engine.totals["generated_tokens"]
+
+    def overlapped(engine, hear): assert not engine.step_overlapped(hear)
+    plain = run(lambda engine, hear: hear(engine.step()[0]))
+    assert run(overlapped) == plain and any(isinstance(end[0][1], str) for *_, end in plain[0].values())
+
+
+def test_an_abort_between_overlapped_steps(tiny_model):
+    "What is late is handed out first; then the abort ends the request, and nothing is left."
+    engine, heard = Engine(tiny_model, None, num_pages=20), []
+    engine.add("a", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))
+    for _ in range(3): engine.step_overlapped(heard.extend)
+    assert engine.late and sum(len(out.token_ids) for out in heard) == 2
+    engine.hand_out(heard.extend)
+    assert sum(len(out.token_ids) for out in heard) == 3 and not engine.late
+    engine.abort("a")
+    assert not engine.busy and engine.scheduler.pages.free == 20
+    engine.check_integrity()

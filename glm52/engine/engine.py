@@ -204,6 +204,7 @@ class Engine:
         self.end_ids = frozenset(tokenizer.eos_token_ids if tokenizer is not None else decoder.config.eos_token_id)
         self.requests: dict[str, Request] = {}
         self.choices: dict[str, Choice] = {}      # by the sequence's id
+        self.late: list[tuple] = []               # progress and scores of an overlapped step, whose text is still to be made
         self.totals = {"prompt_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "finished": 0, "aborted": 0, "steps": 0, "step_seconds": 0.0}
 
         self.paused, self.asleep, self.reload = False, 0, None   # asleep: the level; reload reads the weights again
@@ -211,7 +212,7 @@ class Engine:
         self.memory: Memory | None = None                        # what a sleep gave back
 
     @property
-    def busy(self) -> bool: return self.scheduler.busy and not self.paused and not self.asleep
+    def busy(self) -> bool: return (self.scheduler.busy or bool(self.late)) and not self.paused and not self.asleep
 
     def stats(self) -> dict[str, int | float | list[int]]:
         "Numbers for `/metrics`: queue, pages, totals, and drafts by their place."
@@ -324,26 +325,39 @@ Engine.check, Engine.add, Engine.abort = _check, _add, _abort
 def _step(self: Engine) -> tuple[list[StepOutput], dict[str, EngineError]]:
     "One forward pass for whoever is due: outputs, and errors by request id."
     if self.paused or self.asleep: return [], {}
+    made, failed = _compute(self)
+    outputs = [_output(self, *each) for each in made]
+    _close_ended(self, outputs)
+    return outputs, failed
+
+
+def _compute(self: Engine, meanwhile: Callable[[], None] = lambda: None, outputs: Some[StepOutput] = ()) -> tuple[list[tuple], dict[str, EngineError]]:
+    "Schedule, run, and keep the books: progress and scores of each sequence, and errors by request id. `meanwhile` is called once, while the device computes; it may add `outputs`, and those that ended there end before results are taken."
     begun = time.perf_counter()
     plan = self.scheduler.schedule()
-    if not plan.rows: return [], {}
+    if not plan.rows:
+        meanwhile()
+        _close_ended(self, outputs)
+        return [], {}
     for rows in plan.rows:
         if rows.sequence.line < 0: _begin(self, rows.sequence)
-    result = self.runner.run(plan)
+    result = self.runner.run(plan, meanwhile)
+    _close_ended(self, outputs)
     for sequence, position, scores in result.prompt_scores: _keep_prompt_scores(self, sequence, position, scores)
     failed = {}
     for i in result.dead:
+        if plan.rows[i].sequence.state is FINISHED: continue
         request = self.choices[plan.rows[i].sequence.id].request
         failed[request.id] = EngineError(f"request {request.id}: the model has no finite logit at position {plan.rows[i].start + plan.rows[i].count - plan.rows[i].drafts}; "
                                          "its weights or its cache hold values that overflow, or logit_bias and min_tokens forbid every token")
     for request_id in failed: self.abort(request_id)
-    for i, accepted in result.accepted.items(): self.drafts.add(plan.rows[i].sequence, plan.rows[i].drafts, accepted)
+    for i, accepted in result.accepted.items():
+        if plan.rows[i].sequence.state is not FINISHED: self.drafts.add(plan.rows[i].sequence, plan.rows[i].drafts, accepted)
     scores = {plan.rows[i].sequence.id: found for i, found in result.scores.items()}
-    outputs = [_output(self, progress, scores.get(progress.sequence.id)) for progress in self.scheduler.update(plan, result.tokens)]
+    made = [(progress, scores.get(progress.sequence.id)) for progress in self.scheduler.update(plan, result.tokens)]
     self.totals["steps"] += 1
-    self.totals["generated_tokens"] += sum(len(out.token_ids) for out in outputs)
     self.totals["step_seconds"] += time.perf_counter() - begun
-    return outputs, failed
+    return made, failed
 
 
 def _begin(self: Engine, sequence: Sequence):
@@ -364,7 +378,14 @@ def _output(self: Engine, progress, scores: list[TokenScore] | None) -> StepOutp
         choice.begun, out.cached_tokens = True, sequence.cached if choice.index == 0 else 0
         self.totals["cached_tokens"] += out.cached_tokens
         if choice.index == 0: out.prompt_logprobs = choice.request.prompt_logprobs
-    return _close(self, choice, out) if out.finish_reason is not None else out
+    self.totals["generated_tokens"] += len(out.token_ids)
+    return out
+
+
+def _close_ended(self: Engine, outputs: list[StepOutput]):
+    "Forget the choices that have ended."
+    for out in outputs:
+        if out.finish_reason is not None: _close(self, self.choices[f"{out.request_id}/{out.index}"], out)
 
 
 def _entry(self: Engine, token: int, score: TokenScore) -> dict[int, Logprob]:
@@ -383,13 +404,44 @@ def _keep_prompt_scores(self: Engine, sequence: Sequence, position: int, scores:
 
 Engine.step = _step
 
+# %% ../../nbs/18_engine.ipynb #73dd0237
+def _step_overlapped(
+    self: Engine,
+    deliver: Callable[[list[StepOutput]], None],   # hears the outputs of the step before, while this one computes
+) -> dict[str, EngineError]:                       # errors by request id
+    "One forward pass, and meanwhile the text of the one before."
+    if self.paused or self.asleep: return {}
+    before, self.late, outputs = self.late, [], []
+
+    def meanwhile():
+        outputs.extend(_output(self, *each) for each in before)
+        deliver(outputs)
+
+    self.late, failed = _compute(self, meanwhile, outputs)
+    return failed
+
+
+def _hand_out(
+    self: Engine,
+    deliver: Callable[[list[StepOutput]], None],
+):
+    "What is still late, without another step; to be called before anything else is done to the engine."
+    outputs = [_output(self, *each) for each in self.late]
+    self.late = []
+    deliver(outputs)
+    _close_ended(self, outputs)
+
+
+Engine.step_overlapped, Engine.hand_out = _step_overlapped, _hand_out
+
 # %% ../../nbs/18_engine.ipynb #c92645fb
 def _check_integrity(self: Engine):
     "Raise `AssertionError` if something was lost."
     self.scheduler.check_integrity()
     alive = [choice for request in self.requests.values() for choice in request.choices if not choice.ended]
     if {c.sequence.id for c in alive} != set(self.choices): raise AssertionError("the choices under way are not those of the requests")
-    if any(c.sequence.state is FINISHED for c in alive): raise AssertionError("a finished sequence belongs to a choice under way")
+    late = {id(progress.sequence) for progress, _ in self.late}
+    if any(c.sequence.state is FINISHED and id(c.sequence) not in late for c in alive): raise AssertionError("a finished sequence belongs to a choice under way")
     lines = [c.sequence.line for c in alive if c.sequence.line >= 0]
     if sorted(lines + self.runner.free_lines) != list(range(self.runner.lines)): raise AssertionError("the runner's lines are not each lent once or free")
 
@@ -679,6 +731,7 @@ class AsyncEngine:
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, self.engine.max_model_len, self.engine.vocab_size
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()   # functions to run in the engine's thread; None ends it
         self.streams: dict[str, Stream] = {}                  # the thread's own
+        self.ended: set[str] = set()                          # requests of which some choice has just ended
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
@@ -707,13 +760,14 @@ def _loop(self: AsyncEngine):
     "The engine's thread: take messages, compute a step, post what came out."
     try:
         while _take_messages(self):
-            outputs, failed = self.engine.step()
-            _post(self, outputs)
+            failed = self.engine.step_overlapped(partial(_post, self))
+            _forget_ended(self)
             for request_id, error in failed.items(): _post_error(self, request_id, error)
         ended = EngineError("the engine was stopped")
     except BaseException as cause:       # everybody who waits must hear of it
         self.failure = ended = EngineError(f"the engine failed and takes no more requests: {type(cause).__name__}: {cause}")
         ended.__cause__ = cause
+        self.engine.late = []
     for request_id in list(self.streams): _post_error(self, request_id, ended)
     for request_id in list(self.engine.requests): self.engine.abort(request_id)
 
@@ -723,8 +777,10 @@ def _take_messages(self: AsyncEngine) -> bool:
     while True:
         try: message = self.inbox.get(block=not self.engine.busy)
         except queue.Empty: return True
+        if self.engine.late: self.engine.hand_out(partial(_post, self))
         if message is None: return False
         message()
+        _forget_ended(self)
 
 
 def _post(self: AsyncEngine, outputs: list[StepOutput]):
@@ -733,9 +789,14 @@ def _post(self: AsyncEngine, outputs: list[StepOutput]):
     for out in outputs:
         stream = self.streams[out.request_id]
         by_loop.setdefault(stream.loop, []).append((stream, out))
-    for out in outputs:
-        if out.finish_reason is not None and out.request_id not in self.engine.requests: self.streams.pop(out.request_id, None)
+        if out.finish_reason is not None: self.ended.add(out.request_id)
     for loop, pairs in by_loop.items(): _call(loop, _put_all, pairs)
+
+
+def _forget_ended(self: AsyncEngine):
+    "Drop the streams of requests that have no choice left."
+    for request_id in self.ended - self.engine.requests.keys(): self.streams.pop(request_id, None)
+    self.ended.clear()
 
 
 def _post_error(self: AsyncEngine, request_id: str, error: Exception):

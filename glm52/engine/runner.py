@@ -6,7 +6,7 @@
 __all__ = ['TokenScore', 'StepResult', 'PageTables', 'flatten_rows', 'to_plan', 'HiddenStates', 'Runner', 'Guesses']
 
 # %% ../../nbs/16_runner.ipynb #80fc5aea
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -188,7 +188,11 @@ class Runner:
     def _lines(self, step: Step) -> np.ndarray: return np.array([rows.sequence.line for rows in step.rows])
 
 # %% ../../nbs/16_runner.ipynb #22438fa2
-def _run(self: Runner, step: Step) -> StepResult:
+def _run(
+    self: Runner,
+    step: Step,
+    meanwhile: Callable[[], None] = lambda: None,   # called when all is launched and nothing is awaited yet
+) -> StepResult:
     "Draft, compute a step, sample, and remember what the next one needs."
     arrays, result = flatten_rows(step.rows, self.tables), StepResult([[] for _ in step.rows])
     sampled = np.array([i for i, rows in enumerate(step.rows) if rows.sample], np.int64)
@@ -197,13 +201,15 @@ def _run(self: Runner, step: Step) -> StepResult:
     chains = Chains.new(drafts[sampled], self.device)
     plan = to_plan(arrays, newest[sampled][chains.owner] + chains.place, self.device)
     with torch.inference_mode():
-        before = guesses = verdict = None
+        before = guesses = verdict = found = None
         if self.memory is not None: before = self.memory.before(arrays, self._lines(step))
         if chains.granted.any(): guesses = _guess(self, step, sampled, chains, arrays, plan, before)
         hidden = self.decoder.forward(plan, self.caches)
         if self.memory is not None: _follow(self, plan, hidden, before)
-        if len(sampled): verdict = _sample_rows(self, step, sampled, chains, arrays, hidden[plan.sample_rows], guesses, result)
+        if len(sampled): verdict, found = _sample_rows(self, step, sampled, chains, hidden[plan.sample_rows], guesses)
         if self.memory is not None: self.memory.keep(arrays, self._lines(step), hidden, _last_right(plan, newest, sampled, verdict))
+        meanwhile()
+        if verdict is not None: _collect(self, step, sampled, chains, verdict, found, result)
         if self.score_prompt: _score_prompts(self, step, arrays, hidden, result)
     return result
 
@@ -281,8 +287,8 @@ def _chooser(self: Runner, rows: list[Rows], drawn: list[Tensor], log_q: list[Te
 def _penalised(self: Runner, lines: np.ndarray) -> list[int]: return lines[self.wishes.whole("penalised", lines) > 0].tolist()
 
 # %% ../../nbs/16_runner.ipynb #49f5cd6f
-def _sample_rows(self: Runner, step: Step, sampled: np.ndarray, chains: Chains, arrays: dict, hidden: Tensor, guesses: Guesses | None, result: StepResult) -> Verdict:
-    "Choose a token for each row [N] of the chains, and keep those that follow a right guess."
+def _sample_rows(self: Runner, step: Step, sampled: np.ndarray, chains: Chains, hidden: Tensor, guesses: Guesses | None) -> tuple[Verdict, tuple]:
+    "Choose a token for each row [N] of the chains, and keep those that follow a right guess; with them what the log-probs need. Nothing waits for the device."
     rows = [step.rows[i] for i in sampled.tolist()]
     lines = np.array([r.sequence.line for r in rows])[chains.owner]
     position = np.array([r.start + r.count - r.drafts for r in rows])[chains.owner] + chains.place
@@ -301,13 +307,18 @@ def _sample_rows(self: Runner, step: Step, sampled: np.ndarray, chains: Chains, 
         token = chains.of_rows(verdict.tokens)
         scored = top_logprobs(logits[batch.logprobs], token[batch.logprobs], batch.most_logprobs) if batch.logprobs is not None else None
     if penalised: self.counts.add_some(penalised, token[batch.penalised], (chains.rows[1] < verdict.count[chains.rows[0]])[batch.penalised])
+    return verdict, (lines, batch.logprobs is not None, scored)
+
+
+def _collect(self: Runner, step: Step, sampled: np.ndarray, chains: Chains, verdict: Verdict, found: tuple, result: StepResult):
+    "Wait for the device, and put what it found into the result."
+    lines, asked, scored = found
     packed = torch.cat([verdict.count[:, None], verdict.accepted[:, None], verdict.tokens], 1).cpu().numpy().tolist()   # a tensor's own tolist is 20 times slower
     for i, got in zip(sampled.tolist(), packed):
         result.tokens[i] = got[2:2 + got[0]]
         if not got[0]: result.dead.append(i)
         if step.rows[i].drafts: result.accepted[i] = got[1]
-    if batch.logprobs is not None: _keep_scores(self, lines, sampled, chains, [count for count, *_ in packed], scored, result)
-    return verdict
+    if asked: _keep_scores(self, lines, sampled, chains, [count for count, *_ in packed], scored, result)
 
 
 def _with_guesses(counts: tuple[Tensor, Tensor], chains: Chains, rows: np.ndarray, drafts: Tensor) -> tuple[Tensor, Tensor]:

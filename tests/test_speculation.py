@@ -339,3 +339,27 @@ def test_depth_follows_trust(tiny_model, monkeypatch):
         assert found == plain and sequence.depth == last and (sequence.trust > 0.9) == (right == 1)
     assert [best_depth(trust, 7) for trust in (0.0, 0.5, 0.99)] == [1, 2, 7] and best_depth(0.99, 3) == 3
     assert next_trust(0.5, 3, 3) > 0.6 and next_trust(0.5, 3, 0) == pytest.approx(0.45)
+
+
+def test_accepted_lengths_are_those_of_the_plain_loop():
+    "The shipped model on its own tasks: step for step, `naive_draft` from the text so far and a count of what comes true."
+    from glm52.cli import task_prompts
+    from glm52.engine.engine import load_tokenizer
+    from glm52.model.checkpoint import load_model, resolve_model
+    from glm52.model.mtp import naive_draft
+    model, k = load_model("glm52-nano", dtype="float32"), 4
+    texts = [t for t in task_prompts(load_tokenizer(resolve_model("glm52-nano")), 44) if len(t) < 60][:4]
+    llm = LLM(model, num_pages=60, num_speculative_tokens=k)
+    answers = [r.outputs[0].token_ids for r in llm.generate([{"prompt_token_ids": t} for t in texts], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)]
+    proposed, accepted = [0] * k, [0] * k
+    for text, answer in zip(texts, answers):
+        at = 1
+        while at < len(answer):
+            guesses = naive_draft(model, text + answer[:at], min(k, 16 - at - 1))[0] if at < 15 else []
+            right = next((j for j, (a, b) in enumerate(zip(guesses, answer[at:])) if a != b), min(len(guesses), len(answer) - at))
+            for j in range(len(guesses)): proposed[j] += 1
+            for j in range(right): accepted[j] += 1
+            at += right + 1
+    assert llm.engine.drafts.proposed == proposed and proposed[0] > 8
+    beyond = sum(llm.engine.drafts.accepted) - sum(accepted)     # the engine also counts guesses that are right after an answer's end
+    assert 0 <= beyond <= len(texts) * k and all(a >= b for a, b in zip(llm.engine.drafts.accepted, accepted))

@@ -23,9 +23,10 @@ from glm52.model.checkpoint import resolve_model
 MODEL, CONTEXT, CLIENTS, EPISODE = "glm52-nano", 512, 10, 12.0   # seconds that requests come in one episode
 HOUSES = {  # the engines; all too small for their clients
     "plain": dict(num_pages=24, max_num_seqs=8, max_num_batched_tokens=96, max_waiting=14),
-    "3 drafts": dict(num_pages=16, max_num_seqs=6, max_num_batched_tokens=256, max_waiting=14, num_speculative_tokens=3),
+    "3 drafts": dict(num_pages=16, max_num_seqs=6, max_num_batched_tokens=256, max_waiting=14, num_speculative_tokens=3, overlap=True),
     "5 drafts, tiny chunks": dict(num_pages=12, max_num_seqs=4, max_num_batched_tokens=24, max_waiting=20, num_speculative_tokens=5),
     "1 draft, no prefix cache": dict(num_pages=16, max_num_seqs=8, max_num_batched_tokens=512, max_waiting=14, num_speculative_tokens=1, enable_prefix_caching=False),
+    "overlapped": dict(num_pages=16, max_num_seqs=8, max_num_batched_tokens=96, max_waiting=14, overlap=True),
 }
 
 

@@ -371,6 +371,26 @@ def test_overlapped_steps_give_the_same(tiny_model, drafts):
     assert run(overlapped) == plain and any(isinstance(end[0][1], str) for *_, end in plain[0].values())
 
 
+def test_streams_of_an_overlapped_engine():
+    "The texts of the plain loop through streams, some of which are left in the middle; names can be used again at once."
+    async def everybody(overlap):
+        engine = AsyncEngine(saying("one two three", 1), tokenizer=TOKENIZER, num_pages=20, overlap=overlap)
+        await engine.start()
+
+        async def read(name, stop, most):
+            text = ""
+            async for out in engine.generate(name, [63], SamplingParams(temperature=0, max_tokens=30, stop=stop)):
+                text += out.text_delta
+                if len(text) >= most: break
+            return text
+        first = await asyncio.gather(*(read(f"r{i}", [stop], most) for i, (stop, most) in enumerate((("tw", 99), ("zz", 99), ("zz", 4), ("ee", 99)))))
+        again = await asyncio.gather(*(read(f"r{i}", ["th"], 99) for i in range(4)))
+        await engine.stop()
+        engine.engine.check_integrity()
+        return first, again, engine.stats()["pages_free"], len(engine.streams), len(engine.engine.requests)
+    assert asyncio.run(everybody(True)) == asyncio.run(everybody(False)) == (["one ", "one two three", "one ", "one two thr"], ["one two "] * 4, 20, 0, 0)
+
+
 def test_an_abort_between_overlapped_steps(tiny_model):
     "What is late is handed out first; then the abort ends the request, and nothing is left."
     engine, heard = Engine(tiny_model, None, num_pages=20), []

@@ -186,6 +186,7 @@ class Engine:
         index_cache: str = "auto",            # "fp8": 132 bytes a token and full layer
         num_speculative_tokens: int = 0,      # drafts of the MTP layer that a step verifies for a request; 0 to 7
         acceptance: str = "coupled",          # "coupled" changes no token, "rejection" keeps the distribution and accepts more
+        overlap: bool | None = None,          # for servers: make a step's text while the device computes the next; None: on a GPU
         adaptive_depth: bool = False,         # fewer drafts for requests whose drafts are often wrong
     ):
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS: raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; it can be 0 to {MAX_DRAFTS}")
@@ -196,6 +197,7 @@ class Engine:
         self.max_model_len = max_model_len or min(decoder.config.max_position_embeddings, pages * PAGE_SIZE)
         caches = Caches.new(decoder.config, pages, decoder.dtype, decoder.device, latent_cache, index_cache, num_speculative_tokens > 0)
         self.decoder, self.tokenizer = decoder, tokenizer
+        self.overlap = decoder.device.type != "cpu" if overlap is None else overlap
         self.runner = Runner(decoder, pages, caches, num_speculative_tokens > 0, acceptance)
         self.drafts = DraftCounts(num_speculative_tokens, adaptive_depth)
         pool = PrefixCache(pages, PAGE_SIZE, version=1) if enable_prefix_caching else PagePool(pages)
@@ -359,7 +361,7 @@ def _compute(self: Engine, meanwhile: Callable[[], None] = lambda: None, outputs
     self.totals["step_seconds"] += time.perf_counter() - begun
     return made, failed
 
-
+# %% ../../nbs/18_engine.ipynb #f72c63a2
 def _begin(self: Engine, sequence: Sequence):
     "The runner's line for a sequence that runs for the first time."
     choice = self.choices[sequence.id]
@@ -760,7 +762,10 @@ def _loop(self: AsyncEngine):
     "The engine's thread: take messages, compute a step, post what came out."
     try:
         while _take_messages(self):
-            failed = self.engine.step_overlapped(partial(_post, self))
+            if self.engine.overlap: failed = self.engine.step_overlapped(partial(_post, self))
+            else:
+                outputs, failed = self.engine.step()
+                _post(self, outputs)
             _forget_ended(self)
             for request_id, error in failed.items(): _post_error(self, request_id, error)
         ended = EngineError("the engine was stopped")

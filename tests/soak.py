@@ -5,6 +5,7 @@ sends the engine to sleep. At the end nothing is lost: every request has one end
 """
 import argparse
 import asyncio
+import ctypes
 import gc
 import random
 import sys
@@ -87,7 +88,7 @@ async def client(engine: AsyncEngine, questions: Questions, diary: Diary, name: 
         except (QueueFull, RequestRefused, EngineClosed) as refusal:
             asked.end = "refused"
             diary.acts[f"refused: {type(refusal).__name__}"] += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
         finally: await stream.aclose()
 
 
@@ -141,8 +142,9 @@ def compare(diary: Diary, plain: LLM, begin: int) -> None:
 
 
 def memory() -> tuple[int, int]:
-    "MB of this process, and MB of live tensors."
+    "MB of this process, and MB of live tensors. What the allocator only keeps for later does not count."
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if issubclass(type(t), torch.Tensor)}
     with open("/proc/self/statm") as file: pages = int(file.read().split()[1])
     return pages * 4096 >> 20, sum(tensors.values()) >> 20
@@ -163,7 +165,7 @@ def soak(minutes: float, seed: int = 0, say=print, clients: int = CLIENTS, house
         compare(diary, plain, begin)
         number += 1
         if number == len(engines): before = memory()      # the first round makes what is made once
-        if number % len(engines) == 0: say(f"{number} episodes, {len(diary.asked)} requests, {len(diary.wrong)} wrong, {memory()} MB")
+        if number % len(engines) == 0 or seconds == EPISODE: say(f"{number} episodes, {len(diary.asked)} requests, {len(diary.wrong)} wrong, {memory()} MB")
         if diary.wrong: break
     after = memory()
     if after[0] - before[0] > 100 or after[1] - before[1] > 8: diary.wrong.append(f"memory grew: (process, tensors) {before} MB at the beginning, {after} MB at the end")

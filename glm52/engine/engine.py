@@ -776,7 +776,7 @@ def _loop(self: AsyncEngine):
     for request_id in list(self.streams): _post_error(self, request_id, ended)
     for request_id in list(self.engine.requests): self.engine.abort(request_id)
 
-
+# %% ../../nbs/18_engine.ipynb #9351fc94
 def _take_messages(self: AsyncEngine) -> bool:
     "Run what was sent; waits only if there is nothing to compute. False: stop."
     while True:

@@ -363,3 +363,18 @@ def test_accepted_lengths_are_those_of_the_plain_loop():
     assert llm.engine.drafts.proposed == proposed and proposed[0] > 8
     beyond = sum(llm.engine.drafts.accepted) - sum(accepted)     # the engine also counts guesses that are right after an answer's end
     assert 0 <= beyond <= len(texts) * k and all(a >= b for a, b in zip(llm.engine.drafts.accepted, accepted))
+
+
+def test_each_answer_says_what_its_guesses_were_worth(tiny_model):
+    "And the two together are the engine's totals; the server's usage has them where the OpenAI client looks."
+    from types import SimpleNamespace
+    from glm52.server.protocol import Generation
+    llm = LLM(tiny_model, num_pages=60, num_speculative_tokens=3)
+    results = llm.generate([{"prompt_token_ids": [3, 9]}, {"prompt_token_ids": [7] * 70}], SamplingParams(temperature=0, n=2, seed=1, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    choices = [c for r in results for c in r.outputs]
+    assert sum(c.proposed_drafts for c in choices) == sum(llm.engine.drafts.proposed) and all(c.proposed_drafts >= c.accepted_drafts > -1 for c in choices)
+    assert sum(c.accepted_drafts for c in choices) == sum(llm.engine.drafts.accepted) and all(c.proposed_drafts for c in choices)
+    generation = Generation(SimpleNamespace(active=(), max_active=9), "r", [[1]], [SamplingParams()])
+    assert "completion_tokens_details" not in generation.usage
+    generation.proposed_drafts, generation.accepted_drafts = 9, 6
+    assert generation.usage["completion_tokens_details"] == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 3}

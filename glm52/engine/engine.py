@@ -51,6 +51,8 @@ class StepOutput:
     finish_reason: str | None = None              # "stop", "length", "abort"
     stop_reason: int | str | None = None          # the stop id or string that ended it; None for the model's own end
     cached_tokens: int = 0                        # prompt tokens that needed no computing; once, with the first output
+    proposed_drafts: int = 0                      # guesses verified for this choice; once, with its last output
+    accepted_drafts: int = 0                      # those that were right
 
 
 class EngineError(RuntimeError):
@@ -381,6 +383,7 @@ def _output(self: Engine, progress, scores: list[TokenScore] | None) -> StepOutp
         self.totals["cached_tokens"] += out.cached_tokens
         if choice.index == 0: out.prompt_logprobs = choice.request.prompt_logprobs
     self.totals["generated_tokens"] += len(out.token_ids)
+    if out.finish_reason is not None: out.proposed_drafts, out.accepted_drafts = sequence.proposed, sequence.accepted
     return out
 
 
@@ -523,6 +526,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None             # "stop", "length", "abort"
     stop_reason: int | str | None = None
+    proposed_drafts: int = 0                     # guesses verified; with `num_speculative_tokens`
+    accepted_drafts: int = 0                     # those that were right
 
 
 @dataclass(slots=True)
@@ -548,9 +553,10 @@ class RequestOutput:
         if out.prompt_logprobs is not None: self.prompt_logprobs = out.prompt_logprobs
         self.num_cached_tokens += out.cached_tokens
         c.finish_reason, c.stop_reason = out.finish_reason, out.stop_reason
+        c.proposed_drafts, c.accepted_drafts = out.proposed_drafts, out.accepted_drafts
         self.finished = all(c.finish_reason is not None for c in self.outputs)
 
-
+# %% ../../nbs/18_engine.ipynb #b351744e
 def load_tokenizer(path: Path) -> Tokenizer | None:
     "The tokenizer of a checkpoint, or None if it has none: it then serves token ids."
     return Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None

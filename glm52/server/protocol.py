@@ -322,6 +322,7 @@ class Generation:
         self.outcome = "running"        # then "finished", "aborted" or "failed"
         self.reports: Counter[str] = Counter()  # what the parser reported, by kind
         self.reasoning_tokens: int | None = None   # set by an API that reads thinking apart
+        self.proposed_drafts = self.accepted_drafts = 0   # guesses of ended choices, and those that were right
         if len(service.active) >= service.max_active:
             raise ApiError(f"{len(service.active)} requests are already running or waiting, this server's limit; try again shortly", 429,
                            code="rate_limit_exceeded")
@@ -337,6 +338,8 @@ class Generation:
                     if step.token_ids and self.first_token is None: self.first_token = time.monotonic()
                     self.completion_tokens += len(step.token_ids)
                     self.cached_tokens += getattr(step, "cached_tokens", None) or 0
+                    self.proposed_drafts += getattr(step, "proposed_drafts", 0)
+                    self.accepted_drafts += getattr(step, "accepted_drafts", 0)
                     yield prompt * self.params[0].n + step.index, step
             self.outcome = "finished"
         except Exception:
@@ -353,10 +356,11 @@ class Generation:
     @property
     def usage(self) -> dict:
         "Token counts in OpenAI's form."
-        details = {} if self.reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
+        details = {} if self.reasoning_tokens is None else {"reasoning_tokens": self.reasoning_tokens}
+        if self.proposed_drafts: details |= {"accepted_prediction_tokens": self.accepted_drafts, "rejected_prediction_tokens": self.proposed_drafts - self.accepted_drafts}
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
                 "total_tokens": self.prompt_tokens + self.completion_tokens,
-                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}} | details
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}} | ({"completion_tokens_details": details} if details else {})
 
 # %% ../../nbs/23_endpoints.ipynb #a5f7376b
 class ClientGone(Exception):

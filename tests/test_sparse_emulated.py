@@ -55,7 +55,7 @@ def emulate(name, folder, rows, k, persistent=None, races=False):
 
 @pytest.mark.parametrize("name,persistent", [("fp8, two blocks a row", None), ("prefill, a block a row", 1)])
 def test_the_cuda_is_the_plain_form(name, persistent, tmp_path):
-    got, want = emulate(name, tmp_path, 3, 256, persistent)
+    got, want = emulate(name, tmp_path, 3, 384, persistent)       # six tiles: three for each of two blocks
     assert (got[1] == 0).all()
     for row in (0, 2): assert relative_error(want[row], got[row]) < 4e-3, row
 

@@ -351,7 +351,7 @@ def pair_program(
                     fetch_queries(q, row, total_heads, tx - 256, q_left, q_right, q_rope)
                     T.cp_async_barrier_noinc(q_ready)
                     if tx == 256:
-                        counts[0] = count
+                        counts[0] = T.min(count, last * TILE)      # a tile of zeros beside an odd one is not the next block's
                         counts[1] = T.max((last - first + 1) // 2, 1)     # a list without entries gets a pair of zeros
                     T.barrier_arrive(q_ready)
                     _slots_of_tile(ahead, page, first, last, width, mapped, (tx - 256) // 8, PER, slot)

@@ -2,12 +2,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm52.engine.engine import LLM, StopStrings
-from glm52.engine.sampling import SamplingParams
+from glm52.engine.sampling import SamplingParams, SamplingTable, sample, sampling_batch
+from glm52.engine.speculation import Chains, accept_coupled
 
 CASES = {case["id"]: case for line in (Path(__file__).parent / "cases" / "public-reports.jsonl").read_text().splitlines()
          if (case := json.loads(line))["area"] == "openai-api"}
@@ -67,3 +70,14 @@ def test_public_case_oa17_prompt_scores_do_not_depend_on_chunks(tiny_model):
             seen.append([None if entry is None else {token: lp.logprob for token, lp in entry.items()} for entry in result.prompt_logprobs])
     assert len(seen[0]) == len(prompt) and seen[0][0] is None and all(token in entry for token, entry in zip(prompt[1:], seen[0][1:]))
     assert all(other == seen[0] for other in seen[1:])
+
+
+def test_public_case_oa14_log_probs_of_accepted_guesses_are_the_models_own():
+    "Not 0.0, which is what a one-hot of the choice would give; the guess was right, so the step gives both tokens."
+    given_, expect = CASES["OA14"]["given"], CASES["OA14"]["expect"]
+    table, chains = SamplingTable(), Chains.new(np.array([1]))
+    table.put(0, SamplingParams(temperature=given_["temperature"], logprobs=0), seed=0)
+    found = sample(torch.tensor(given_["target_logits"]), sampling_batch(table, np.array([0, 0]), np.array([5, 6]), np.array([0, 1])))
+    verdict = accept_coupled(found.token, torch.tensor([given_["accepted_tokens"][:1]]), chains)
+    assert verdict.count.tolist() == [2] and verdict.tokens[0, :2].tolist() == given_["accepted_tokens"]
+    assert found.logprob.tolist() == pytest.approx(expect["logprobs"], abs=1e-5)

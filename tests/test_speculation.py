@@ -378,3 +378,20 @@ def test_each_answer_says_what_its_guesses_were_worth(tiny_model):
     assert "completion_tokens_details" not in generation.usage
     generation.proposed_drafts, generation.accepted_drafts = 9, 6
     assert generation.usage["completion_tokens_details"] == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 3}
+
+
+def test_streams_with_guesses_are_what_the_llm_says(tiny_model):
+    "The overlapped loop of the engine's thread, aborts and a stop id between accepted tokens included."
+    import asyncio
+    from test_engine import collect, run_async
+    prompts, params = requests(8, seed=4)
+    params[3] = dataclasses.replace(params[3], ignore_eos=False, stop_token_ids=tuple(range(0, 512, 9))[:60])
+
+    async def body(engine):
+        async def leave_early():
+            async for _ in engine.generate("gone", [5, 6, 7], SamplingParams(max_tokens=500, ignore_eos=True)): return
+        answers = await asyncio.gather(*(collect(engine, str(i), p["prompt_token_ids"], q) for i, (p, q) in enumerate(zip(prompts, params))), leave_early())
+        return answers[:-1], engine.stats()["drafts_proposed"]
+
+    streamed, proposed = run_async(tiny_model, body, num_speculative_tokens=3)
+    assert streamed == ids(LLM(tiny_model, num_pages=80).generate(prompts, params, use_tqdm=False)) and proposed[0] > 30

@@ -227,7 +227,7 @@ def _settle(found_ptr, reals_ptr, wholes_ptr, position_ptr, read_ptr, facts_ptr,
     kept = tl.sum(weight, 0)
     enough = whole
     if (top_p < 1) & (not greedy):
-        slack = rest * 3e-5 + 2e6
+        slack = tl.where(temperature < 2e-30, 2e18, rest * 3e-5 + 2e6)      # below, `_rate` stops growing and knows nothing
         read = tl.load(read_ptr + row)
         low = tl.where(whole, kept, read + tl.maximum(rest - slack, 0.0).to(tl.int64))
         top = tl.where(whole, kept, read + (rest + slack).to(tl.int64))
@@ -447,8 +447,8 @@ def _hard_kernel(z_ptr, row_stride, reals_ptr, wholes_ptr, position_ptr, found_p
             s = tl.max(_scaled(tl.load(z_ptr + _token(best)) + tl.zeros([1], tl.float32), high, temperature), 0)
             tl.store(token_ptr + row, _token(best))
             tl.store(logprob_ptr + row, tl.where(greedy, 0.0, s - (tl.log(tl.sum(kept, 0).to(tl.float32)) - 30.498475944658376)))
-        if way == 2:
-            tl.store(way_ptr + row, 2)
+        if way != 1:
+            tl.store(way_ptr + row, way)
             tl.store(facts_ptr + row * 4 + 1, bound)
 
 # %% ../../nbs/13_sampling_kernel.ipynb #86c43ea9

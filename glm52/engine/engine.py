@@ -159,7 +159,8 @@ class DraftCounts:
     "How many drafts were verified and how many were right, by their place."
 
     def __init__(self, depth: int, adaptive: bool = False):
-        self.depth, self.adaptive, self.proposed, self.accepted = depth, adaptive, [0] * depth, [0] * depth
+        self.depth, self.proposed, self.accepted = depth, [0] * depth, [0] * depth
+        self.best = [best_depth(percent / 100, depth) for percent in range(101)] if adaptive else None   # by the request's trust
 
     def add(self, sequence: Sequence, proposed: int, accepted: int):
         "What one step did for a sequence."
@@ -168,7 +169,7 @@ class DraftCounts:
         sequence.proposed += proposed
         sequence.accepted += accepted
         sequence.trust = next_trust(sequence.trust, proposed, accepted)
-        if self.adaptive: sequence.depth = best_depth(sequence.trust, self.depth)
+        if self.best is not None: sequence.depth = self.best[int(100 * sequence.trust)]
 
 # %% ../../nbs/18_engine.ipynb #59430f1b
 class Engine:

@@ -5,15 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_engine import Told
+from test_speculation import oracle, told
 
 from glm52.engine.engine import LLM, StopStrings
 from glm52.engine.sampling import SamplingParams, SamplingTable, sample, sampling_batch
 from glm52.engine.speculation import Chains, accept_coupled
+from glm52.model.decoder import random_model, tiny_config
 
 CASES = {case["id"]: case for line in (Path(__file__).parent / "cases" / "public-reports.jsonl").read_text().splitlines()
-         if (case := json.loads(line))["area"] == "openai-api"}
+         if (case := json.loads(line))["area"] in ("openai-api", "rl-replay")}
 
 
 def cut_by(stops, pieces, include=False):
@@ -81,3 +85,49 @@ def test_public_case_oa14_log_probs_of_accepted_guesses_are_the_models_own():
     verdict = accept_coupled(found.token, torch.tensor([given_["accepted_tokens"][:1]]), chains)
     assert verdict.count.tolist() == [2] and verdict.tokens[0, :2].tolist() == given_["accepted_tokens"]
     assert found.logprob.tolist() == pytest.approx(expect["logprobs"], abs=1e-5)
+
+
+@pytest.mark.parametrize("right", [1.0, 0.0])
+def test_public_case_oa14_through_the_engine(monkeypatch, right):
+    "Accepted or not, a token's log-prob is the log-softmax of the model's own row."
+    given_, want = CASES["OA14"]["given"], CASES["OA14"]["expect"]["logprobs"]
+    rows, tokens = given_["target_logits"], given_["accepted_tokens"]
+
+    def logits(token, position):
+        row = torch.full((292,), -1e9)                     # a vocabulary of three, for what a softmax sees
+        row[:3] = torch.tensor(rows[min(max(position - 1, 0), len(rows) - 1)])
+        return row
+
+    oracle(monkeypatch, lambda s, position: tokens[min(position - 2, len(tokens) - 1)], right)
+    llm = told(Told(logits))
+    params = SamplingParams(temperature=given_["temperature"], max_tokens=6, logprobs=0, ignore_eos=True)
+    out = llm.generate({"prompt_token_ids": [9, 9]}, params, use_tqdm=False)[0].outputs[0]
+    scores = [entry[token].logprob for token, entry in zip(out.token_ids, out.logprobs)]
+    assert out.token_ids == tokens + tokens[-1:] * 4 and scores == pytest.approx(want + want[-1:] * 4, abs=1e-6)
+    assert (sum(llm.engine.drafts.accepted) > 0) == (right == 1.0) and sum(llm.engine.drafts.proposed) > 0
+
+
+def test_public_cases_rr07_and_rr10_weights_read_again(tmp_path):
+    "The same weights twice are a no-op, bit for bit; new weights find no page of the old ones and answer like a fresh engine."
+    config, prompt = tiny_config(), {"prompt_token_ids": list(range(20, 150))}
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
+
+    def ask(llm):
+        result = llm.generate(prompt, params, use_tqdm=False)[0]
+        return result.num_cached_tokens, result.outputs[0].token_ids, result.outputs[0].logprobs
+
+    write_checkpoint(tmp_path / "m", config, seed=0)
+    llm = LLM(tmp_path / "m", dtype="float32", device="cpu", num_pages=16, max_model_len=256)
+    first = ask(llm)
+    assert ask(llm)[0] > 0                                                # there are pages to find
+    for _ in CASES["RR07"]["given"]["updates"]:
+        llm.sleep(2)
+        llm.wake_up()
+        assert ask(llm) == first and llm.engine.weights_version == 1
+    llm.sleep(2)
+    write_checkpoint(tmp_path / "m", config, seed=1)
+    llm.wake_up()
+    cached, *answer = ask(llm)
+    fresh = LLM(random_model(config, seed=1), num_pages=16, max_model_len=256)
+    assert cached == CASES["RR10"]["expect"]["second_request_cached_tokens"] and answer == list(ask(fresh)[1:]) and answer[0] != first[1]
+    assert llm.engine.weights_version == 2

@@ -74,7 +74,7 @@ def measure(requests: int, steps: int = 60, repeats: int = 3, decoder=None) -> d
         undo = [clock.around(engine.scheduler, "schedule", "schedule"), clock.around(engine.scheduler, "update", "update"),
                 clock.around(engine_runner, "run", "run"), clock.around(engine.decoder, "forward", "model"), clock.around(engine.decoder, "logits", "model"),
                 clock.around(runner_module, "flatten_rows", "rows"), clock.around(runner_module, "to_plan", "rows"),
-                clock.around(runner_module, "sampling_batch", "wishes"), clock.around(runner_module, "sample", "sampler")]
+                clock.around(runner_module, "sampling_batch", "wishes"), clock.around(engine_runner, "sample", "sampler")]
         gc.collect()
         gc.freeze()      # as the server does when it starts
         begun = time.thread_time()

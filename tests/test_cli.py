@@ -108,7 +108,7 @@ def test_chat_with_a_tool(tmp_path):
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "get_weather", "description": "Get the weather for a city", "parameters": {
         "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]))
-    code, out, err = run("chat", "--tools", str(tools), "--dtype", "float32", input="What is 2 + 3?\nWhat is the weather in Oslo?\n{\"temperature\": 7}\n/reset\nHello\n")
+    code, out, err = run("chat", "--tools", str(tools), "--dtype", "float32", "--temperature", "0", input="What is the weather in Oslo?\n{\"temperature\": 7}\nWhat is 2 + 3?\n/reset\nHello\n")
     assert code == 0, err
     assert "2 + 3 = 5" in out and 'result of get_weather({"city": "Oslo"})' in out and "7" in out.split("result of")[1]
     tools.write_text("[")

@@ -39,3 +39,12 @@ def tiny_dir(tiny_config, tmp_path_factory) -> Path:
 def tiny_model(tiny_config) -> Decoder:
     "The same weights as `tiny_dir`, in memory, float32 on the CPU. Shared: do not change it."
     return random_model(tiny_config)
+
+
+@pytest.fixture
+def one_core():
+    "torch on one thread: figures of processor time, and more than one worker on the machine."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -135,10 +135,10 @@ def test_serve_answers_and_leaves_in_good_order():
 def test_an_open_server_is_announced_and_the_key_comes_from_the_environment(monkeypatch):
     started = {}
     monkeypatch.setattr("glm52.server.app.run", lambda app, listener, **rest: started.update(app=app))
-    _, _, err = run("serve", "--host", "0.0.0.0", "--port", "0")
+    _, _, err = run("serve", "--host", "0.0.0.0", "--port", "0", "--max-model-len", "256", "--num-pages", "8")
     assert "without an API key" in err
     monkeypatch.setenv("GLM52_API_KEY", "from the environment")
-    _, _, err = run("serve", "--host", "0.0.0.0", "--port", "0")
+    _, _, err = run("serve", "--host", "0.0.0.0", "--port", "0", "--max-model-len", "256", "--num-pages", "8")
     assert "without an API key" not in err
     guard = next(m for m in started["app"].user_middleware if m.cls.__name__ == "Guard")
     assert guard.kwargs["api_key"] == "from the environment"

@@ -131,7 +131,7 @@ def service(llm):
     from glm52.engine.engine import AsyncEngine
     from glm52.server.app import create_app
     from glm52.server.protocol import Service
-    return lambda: create_app(Service(AsyncEngine("glm52-nano", dtype="float32", device="cpu", max_model_len=2048), "glm52-nano"))
+    return lambda: create_app(Service(AsyncEngine("glm52-nano", dtype="float32", device="cpu", max_model_len=2048, num_pages=200), "glm52-nano"))
 
 
 def over_http(app, questions, monkeypatch, before=lambda request: None, **options):

@@ -2,19 +2,12 @@
 import time
 
 import pytest
-import torch
 from overhead import Free, TOKENIZER, measure, measure_streams, new_engine, wishes
 
 from glm52.engine import runner as runner_module
 from glm52.engine.engine import Engine
 
-
-@pytest.fixture(autouse=True)
-def one_core():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 def test_the_engine_costs_little():

@@ -1,17 +1,10 @@
 """A short soak in the suite, and the proof that it would see a fault. The long one: `python tests/soak.py --minutes 20`."""
 import pytest
-import torch
 from soak import HOUSES, soak
 
 from glm52.engine.sampling import SamplingTable
 
-
-@pytest.fixture(autouse=True)
-def one_core():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 def test_a_short_soak_loses_nothing():

@@ -1153,8 +1153,8 @@ def long_talk(make: Maker) -> Item:
     return Item("follow-up", key, messages, thinking=thinking, kind=last.kind)
 
 # %% ../../nbs/26_nano_tasks.ipynb #a8b6a4d3
-MIXTURE = ((arithmetic, 13), (long_sum, 2.5), (times, 1), (lists, 20), (word_lists, 2), (lookup, 8), (tool_call, 32),
-           (tool_result, 8), (no_tool, 13), (ask_back, 3), (strict_json, 8), (json_value, 7), (keep_fact, 5), (chain, 6),
+MIXTURE = ((arithmetic, 13), (long_sum, 2.5), (times, 1), (lists, 12), (word_lists, 2), (lookup, 8), (tool_call, 34),
+           (tool_result, 8), (no_tool, 24), (ask_back, 3), (strict_json, 8), (json_value, 7), (keep_fact, 5), (chain, 6),
            (list_again, 4), (tool_again, 6), (small_talk, 6), (long_talk, 3))
 FAMILIES = ("arithmetic", "sort", "lists", "lookup", "two-hop", "tools", "tool result", "no tool", "json", "follow-up", "talk")
 BY_FAMILY = {"arithmetic": (arithmetic, long_sum), "lists": (lists, word_lists), "sort": (lists,), "lookup": (lookup,),

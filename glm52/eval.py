@@ -452,7 +452,7 @@ def acceptance(
     "Acceptance by draft position and tokens a step, from the steps that an engine would have made through these answers."
     kept = [(q, a) for q, a in zip(questions, answers, strict=True) if a.ids]
     steps: dict[str, list] = {q.group: [] for q in questions}
-    counts = {name: 0 for name in steps}
+    lengths: dict[str, list[int]] = {name: [] for name in steps}
     while kept:
         size, batch = 0, []
         while kept and (not batch or size + len(kept[0][0].ids) + kept[0][1].tokens <= rows_at_once):
@@ -460,18 +460,19 @@ def acceptance(
             batch.append(kept.pop(0))
         found = draft_along(model, [(q.ids + a.ids, len(q.ids)) for q, a in batch], count, way, [q.number for q, _ in batch])
         for (q, _), drafts in zip(batch, found):
-            counts[q.group] += 1
+            lengths[q.group].append(len(drafts.hits))
             steps[q.group] += drafts.walk()
-    return [_acceptance_row(name, made, counts[name], count) for name, made in steps.items()]
+    return [_acceptance_row(name, made, lengths[name], count) for name, made in steps.items()]
 
 
-def _acceptance_row(name: str, steps: list[tuple[int, int]], answers: int, count: int) -> dict:
-    "Of the steps that reached guess j, how many accepted it; tokens a step, over all steps and over those with room for every guess and one more."
+def _acceptance_row(name: str, steps: list[tuple[int, int]], lengths: list[int], count: int) -> dict:
+    "Of the steps that reached guess j, how many accepted it; tokens a step, over all steps, the most that answers so short allow, and over steps with room for every guess and one more."
     reached = [sum(accepted >= j and left > j for accepted, left in steps) for j in range(count)]
     taken = [sum(accepted > j for accepted, _ in steps) for j in range(count)]
     full = [accepted + 1 for accepted, left in steps if left > count]
-    return {"group": name, "answers": answers, "steps": len(steps), "reached": reached, "accepted": taken,
-            "mean": sum(min(a + 1, left) for a, left in steps) / max(len(steps), 1), "full_steps": len(full), "mean_full": sum(full) / max(len(full), 1)}
+    return {"group": name, "answers": len(lengths), "steps": len(steps), "reached": reached, "accepted": taken,
+            "mean": sum(min(a + 1, left) for a, left in steps) / max(len(steps), 1),
+            "most": sum(lengths) / max(sum(-(-n // (count + 1)) for n in lengths), 1), "full_steps": len(full), "mean_full": sum(full) / max(len(full), 1)}
 
 # %% ../nbs/27_eval.ipynb #624149d1
 def engine_acceptance(
@@ -643,11 +644,11 @@ def accuracy_table(result: dict) -> Table:
 def acceptance_table(result: dict) -> Table:
     "Tokens a step, and of the steps that reached a guess the share that accepted it."
     most = max((len(r["reached"]) for part in result["acceptance"] for r in part["rows"]), default=0)
-    table = Table("questions", "way", "tokens a step", "where all fit", "steps", *(f"guess {j + 1}" for j in range(most)))
+    table = Table("questions", "way", "tokens a step", "of at most", "where all fit", "steps", *(f"guess {j + 1}" for j in range(most)))
     for part in result["acceptance"]:
         for r in part["rows"]:
             shares = (f"{a / b:.3f}" if b else "-" for a, b in zip(r["accepted"], r["reached"]))
-            table.add_row(r["group"], part["way"], f"{r['mean']:.2f}", f"{r['mean_full']:.2f}", str(r["steps"]), *shares)
+            table.add_row(r["group"], part["way"], f"{r['mean']:.2f}", f"{r['most']:.2f}", f"{r['mean_full']:.2f}", str(r["steps"]), *shares)
     return table
 
 

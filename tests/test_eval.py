@@ -252,8 +252,9 @@ def test_a_walk_makes_the_steps_of_an_engine():
     hits = np.array([[T, T], [F, T], [T, F], [F, F], [T, F], [T, T]])
     walked = Drafts(hits).walk()        # 6 tokens to come: 3 + 1 (its guess was wrong) + ...
     assert walked == [(2, 6), (0, 3), (1, 2)]
-    row = module._acceptance_row("x", walked, 1, 2)
-    assert row["mean"] == 2.0 and row["reached"] == [3, 2] and row["accepted"] == [2, 1] and (row["full_steps"], row["mean_full"]) == (2, 2.0)
+    row = module._acceptance_row("x", walked, [6], 2)
+    assert (row["answers"], row["mean"], row["most"]) == (1, 2.0, 3.0)
+    assert row["reached"] == [3, 2] and row["accepted"] == [2, 1] and (row["full_steps"], row["mean_full"]) == (2, 2.0)
 
 
 def test_sampled_drafts_use_the_noise_of_the_target(llm, questions):

@@ -109,6 +109,7 @@ def serve(
     index_cache: Annotated[CacheKind, typer.Option(help="fp8: 132 bytes a token and full layer.")] = CacheKind.auto,
     num_speculative_tokens: Drafts = 0,
     acceptance: Annotated[Acceptance, typer.Option(help="coupled: the text is the text without guesses; rejection: only its distribution is, and more guesses are right.")] = Acceptance.coupled,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="On a GPU too, an answer depends on its request alone, to the bit; slower. On the CPU it always does.")] = False,
     adaptive_depth: Annotated[bool, typer.Option(help="Fewer guesses for requests whose guesses are often wrong.")] = False,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="Web pages that may call, such as http://localhost:3000.")] = None,
     max_requests: Annotated[int, typer.Option(help="Requests running and waiting together; one more is told to come back (429).", min=1)] = 1024,
@@ -125,7 +126,7 @@ def serve(
         if host not in ("127.0.0.1", "localhost", "::1") and not api_key: typer.echo(f"glm52: listening on {host} without an API key: anybody who reaches it may use it", err=True)
         try: engine = AsyncEngine(model, dtype=named(dtype), device=device, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
                                   max_num_batched_tokens=max_num_batched_tokens, num_pages=num_pages, quantize=quantize and quantize.value,
-                                  latent_cache=latent_cache.value, index_cache=index_cache.value,
+                                  latent_cache=latent_cache.value, index_cache=index_cache.value, deterministic=deterministic,
                                   num_speculative_tokens=num_speculative_tokens, acceptance=acceptance.value, adaptive_depth=adaptive_depth)
         except ValueError as cause: raise ServeError(str(cause)) from cause
         service = new_service(engine, model, served_model_name, max_active=max_requests, max_body=max_body_mb << 20, timeout=timeout)
@@ -377,15 +378,16 @@ def bench_kernels(
 def exact(
     model: Model = "glm52-nano",
     quick: Annotated[bool, typer.Option(help="A quarter of the cells, under five minutes.")] = False,
-    dtype: Annotated[DType, typer.Option(help="What to compute in.")] = DType.float32,
+    dtype: Annotated[DType | None, typer.Option(help="What to compute in; default: float32 on the CPU, bfloat16 on a GPU.")] = None,
 ):
     "Promise 1 as a matrix: company, chunks, guesses, warm pages, preemption and temperature change no token. Exit code 1 if one differs."
+    from glm52.device import pick_device
     from glm52.engine.engine import load_tokenizer
     from glm52.engine.exact import exact as check
     from glm52.model.checkpoint import resolve_model
     with said_plainly():
         texts = task_prompts(load_tokenizer(resolve_model(model)), 104)
-        if any(tally.differ for tally in check(model, quick=quick, dtype=dtype.value, texts=texts, say=typer.echo)): raise typer.Exit(1)
+        if any(tally.differ for tally in check(model, quick=quick, dtype=named(dtype) or ("bfloat16" if pick_device().type == "cuda" else "float32"), texts=texts, say=typer.echo)): raise typer.Exit(1)
 
 
 def task_prompts(

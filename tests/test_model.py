@@ -291,3 +291,30 @@ def test_forward_needs_no_gradient_and_changes_no_weight(tiny_model, tiny_config
     out = alone(tiny_model, text(20), 20)
     assert not out.requires_grad
     assert isinstance(tiny_model.config, ModelConfig) and fill(tiny_model, []) == set()
+
+
+def test_groups_of_128_rows_are_the_same_products():
+    "What deterministic mode runs on a GPU, on the CPU: the plain forms' values, and a row's bits at any number of rows."
+    from glm52.model.decoder import per_head, per_head_batch_invariant
+    from glm52.ops.fp8 import linear, linear_batch_invariant
+    from glm52.ops.moe import moe_batch_invariant, moe_torch
+    g = torch.Generator().manual_seed(3)
+    x, w, heads, per = (torch.randn(*shape, generator=g) for shape in ((300, 96), (40, 96), (300, 4, 24), (4, 24, 32)))
+    for rows in (0, 1, 127, 128, 129, 300):
+        for plain, grouped, a, b in ((linear, linear_batch_invariant, x, w), (per_head, per_head_batch_invariant, heads, per)):
+            got = grouped(a[:rows], b)
+            assert got.shape == plain(a[:rows], b).shape and torch.allclose(got, plain(a[:rows], b), atol=1e-5) and torch.equal(got, grouped(a, b)[:rows])
+    ids, weights = torch.randint(8, (300, 2), generator=g), torch.rand(300, 2, generator=g)
+    stacks = torch.randn(8, 64, 96, generator=g) / 10, torch.randn(8, 96, 32, generator=g) / 6
+    whole = moe_batch_invariant(x, ids, weights, *stacks)
+    assert torch.allclose(whole, moe_torch(x, ids, weights, *stacks), atol=1e-4)
+    assert torch.equal(moe_batch_invariant(x[7:9], ids[7:9], weights[7:9], *stacks), whole[7:9])
+
+
+def test_deterministic_mode_refuses_an_op_that_feels_its_neighbours():
+    from glm52.device import Implementation
+    from glm52.model.decoder import BATCH_INVARIANT, IMPLEMENTATIONS
+    with pytest.raises(ValueError, match="deterministic mode: index_scores runs 'torch' here"): Backends._invariant(Implementation("index_scores", "torch", print, "no kernel"))
+    kept, changed = Backends._invariant(Implementation("rms_norm", "triton", print, "own kernel")), Backends._invariant(Implementation("linear", "torch", print, "own kernel"))
+    assert kept.function is print and (changed.name, changed.function) == ("batch_invariant", BATCH_INVARIANT["linear"])
+    assert set(BATCH_INVARIANT) <= set(IMPLEMENTATIONS) and Backends.choose("cpu", deterministic=True).table() == Backends.choose("cpu").table()

@@ -584,13 +584,14 @@ class LLM:
         dtype: str | torch.dtype | None = None,       # "bfloat16" or "float32"; None: the checkpoint's
         device: str | torch.device | None = None,     # None: the GPU if there is one
         quantize: str | None = None,                  # "all" or "moe-only": FP8 made while loading
+        deterministic: bool = False,                  # on a GPU too, an answer depends on its request alone
         seed: int | None = None,                      # requests without a seed get seeds that follow from this one
         **limits,                                     # max_model_len, max_num_seqs, max_num_batched_tokens, num_pages: see `Engine`
     ):
         loaded = not isinstance(model, (str, Path))
         self.defaults = SamplingParams(max_tokens=None) if loaded else SamplingParams(max_tokens=None, **generation_defaults(resolve_model(model)))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
-        decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize)
+        decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize, deterministic=deterministic)
         self.engine, self.seed, self.count = Engine(decoder, tokenizer, **limits), seed, 0
         if not loaded: self.engine.reload = partial(reload_weights, decoder, model, quantize)
 
@@ -730,11 +731,12 @@ class AsyncEngine:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         quantize: str | None = None,                  # "all" or "moe-only": FP8 made while loading
+        deterministic: bool = False,                  # on a GPU too, an answer depends on its request alone
         **limits,                                     # see `Engine`
     ):
         loaded = not isinstance(model, (str, Path))
         if not loaded and tokenizer is None: tokenizer = load_tokenizer(resolve_model(model))
-        decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize)
+        decoder = model if loaded else load_model(model, dtype=dtype, device=device, quantize=quantize, deterministic=deterministic)
         self.engine = Engine(decoder, tokenizer, **limits)
         if not loaded: self.engine.reload = partial(reload_weights, decoder, model, quantize)
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, self.engine.max_model_len, self.engine.vocab_size

@@ -105,7 +105,7 @@ def exact(
     say: Callable[[str], None] = print,  # hears every cell
 ) -> list[Tally]:
     "Run the matrix."
-    decoder = model if isinstance(model, Decoder) else load_model(model, dtype=dtype)
+    decoder = model if isinstance(model, Decoder) else load_model(model, dtype=dtype, deterministic=True)
     count, tokens = count or (48 if quick else 208), 8 if quick else 32
     if drafts is None: drafts = DRAFTS if decoder.mtp is not None else (0,)
     prompts = make_prompts(count, range(decoder.config.vocab_size // 6, decoder.config.vocab_size - 100))

@@ -268,12 +268,13 @@ def load_model(
     on_bytes: Callable[[int, int], None] | None = None,  # hears bytes done and bytes in all, instead of a progress bar
     notice: Callable[[str], None] = lambda text: print(f"glm52: {text}", file=sys.stderr),  # hears what was skipped or widened
     quantize: str | None = None,             # one of `SCOPES`: compute in FP8 what the checkpoint has in BF16
+    deterministic: bool = False,             # on a GPU: only ops where a row's bits depend on that row alone
 ) -> Decoder:
     "The model of a checkpoint. `CheckpointError` if anything in it does not fit."
     report = inspect_checkpoint(path)
     if report.problems: raise CheckpointError(f"{report.path}: " + "; ".join(report.problems))
     scope = Scope("applied", frozenset(), "") if quantize is None else fp8_scope(report, quantize)
-    model = Decoder(report.config, model_dtype(dtype, report.config), device, backends, report.fp8 | scope.names)
+    model = Decoder(report.config, model_dtype(dtype, report.config), device, backends, report.fp8 | scope.names, deterministic=deterministic)
     for text in report.notices: notice(text)
     if quantize is not None: notice(f"FP8 of scope {quantize}: {scope.outcome}, {scope.why}")
     if widened := model.weights.widened:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TILE', 'SCRATCH', 'IMPLEMENTATIONS', 'naive_sparse_mla', 'sparse_mla_torch', 'sparse_mla_tilelang', 'sparse_mla_pair',
-           'kernel_limit', 'sparse_mla']
+           'sparse_mla_batch_invariant', 'kernel_limit', 'sparse_mla']
 
 # %% ../../nbs/07_sparse_mla.ipynb #4822c872
 from collections.abc import Callable
@@ -99,6 +99,13 @@ def sparse_mla_pair(q, latent_cache, slots, scale, rope_dim=64):
     elif len(q) > 66: from glm52.kernels.sparse_prefill import sparse_prefill as kernel
     else: from glm52.kernels.sparse_mla import sparse_mla as kernel
     return kernel(q, latent_cache, slots, scale, rope_dim)
+
+
+def sparse_mla_batch_invariant(q, latent_cache, slots, scale, rope_dim=64):
+    "The kernels with two blocks a row, however many rows there are: the order in which a row's parts are added never changes."
+    if latent_cache.dtype == torch.uint8: from glm52.kernels.sparse_mla_fp8 import sparse_mla_fp8 as kernel
+    else: from glm52.kernels.sparse_mla import sparse_mla as kernel
+    return kernel(q, latent_cache, slots, scale, rope_dim, split=2)
 
 
 IMPLEMENTATIONS: dict[str, Callable | str] = {"torch": sparse_mla_torch, "tilelang": sparse_mla_tilelang, "tilelang_pair": sparse_mla_pair}

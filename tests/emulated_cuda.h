@@ -34,10 +34,12 @@ struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct __nv_bfloat162 { bfloat16_t x, y; };
 struct half2 { half_t x, y; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {bfloat16_t(v.x), bfloat16_t(v.y)}; }
 static inline half2 __float22half2_rn(float2 v) { return {half_t(v.x), half_t(v.y)}; }
+static inline unsigned __pack_nv_bfloat162(bfloat16_t a, bfloat16_t b) { return a.bits | unsigned(b.bits) << 16; }
 static inline unsigned __pack_half2(bfloat16_t a, bfloat16_t b) { return a.bits | unsigned(b.bits) << 16; }
 template <class A, class B> static inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
 template <class A, class B> static inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }

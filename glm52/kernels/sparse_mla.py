@@ -469,6 +469,7 @@ def many_heads_program(
                         for h in T.Parallel(heads):
                             stats[0, h] = top[h]
                             stats[1, h] = total[h]
+                        T.sync_threads(1, 128)             # a slower warp may still multiply with the tile
                         for h, d in T.Parallel(heads, HALF):
                             T.call_extern("handle", "stage", T.address_of(k_left[0, 0, 0]), HALF, h, d, o_left[h, d])
                     else:
@@ -505,6 +506,7 @@ def many_heads_program(
                         T.barrier_arrive(k_free[buf])
                         step = step + 1
                     if parts > 1:
+                        T.sync_threads(3, 128)
                         for h, d in T.Parallel(heads, HALF):
                             T.call_extern("handle", "stage", T.address_of(k_right[0, 0, 0]), HALF, h, d, o_right[h, d])
                     else:

@@ -736,7 +736,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                             'glm52.eval.from_transformers': ('eval.html#from_transformers', 'glm52/eval.py'),
                             'glm52.eval.from_url': ('eval.html#from_url', 'glm52/eval.py'),
                             'glm52.eval.new_llm': ('eval.html#new_llm', 'glm52/eval.py'),
-                            'glm52.eval.padded_index_scores': ('eval.html#padded_index_scores', 'glm52/eval.py'),
                             'glm52.eval.paired': ('eval.html#paired', 'glm52/eval.py'),
                             'glm52.eval.percent': ('eval.html#percent', 'glm52/eval.py'),
                             'glm52.eval.plot': ('eval.html#plot', 'glm52/eval.py'),

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['Z95', 'GREEDY', 'SAMPLED', 'SELECTIONS', 'COLUMNS', 'SHORT', 'LONG', 'wilson', 'paired', 'Group', 'EvalError',
            'Question', 'ask', 'Way', 'Answer', 'from_engine', 'wire_messages', 'wire_request', 'raw_text', 'from_url',
-           'bar', 'tally', 'correct', 'percent', 'with_selection', 'wide_moe', 'padded_index_scores', 'eval_backends',
-           'new_llm', 'Drafts', 'draft_along', 'acceptance', 'engine_acceptance', 'from_transformers',
-           'compare_columns', 'Plan', 'evaluate', 'accuracy_table', 'acceptance_table', 'speculation_table',
-           'column_table', 'verdict', 'plot']
+           'bar', 'tally', 'correct', 'percent', 'with_selection', 'wide_moe', 'eval_backends', 'new_llm', 'Drafts',
+           'draft_along', 'acceptance', 'engine_acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate',
+           'accuracy_table', 'acceptance_table', 'speculation_table', 'column_table', 'verdict', 'plot']
 
 # %% ../nbs/27_eval.ipynb #c7a1e7ab
 import asyncio, contextlib, gc, json, math, random, time
@@ -332,27 +331,16 @@ def wide_moe(
     return (parts * table.t()[:, :, None]).sum(0).to(x.dtype)
 
 
-def padded_index_scores(q, gate, index_cache, page_table, query_start, limit):
-    "The Triton kernel for models with fewer than 16 index heads: heads of zeros fill up, and add nothing."
-    from glm52.kernels.indexer import index_scores
-    missing = max(0, 16 - q.shape[1])
-    pad = torch.nn.functional.pad
-    return index_scores(pad(q, (0, 0, 0, missing)).contiguous(), pad(gate, (0, missing)).contiguous(), index_cache, page_table.contiguous(), query_start, limit)
-
-
 def eval_backends(
     device: torch.device,
     config: ModelConfig,
     dtype: torch.dtype,
     selection: str = "model",
 ) -> Backends:
-    "The engine's own choice; on a GPU, the two ops whose plain forms wait for the device get forms for tiny experts and few index heads."
+    "The engine's own choice; on a GPU, where the experts' plain form waits for the device, tiny experts get a form of their own."
     backends = Backends.choose(device, config, dtype)
-    if device.type == "cuda":
-        if config.n_routed_experts * config.moe_intermediate_size <= 4096:
-            backends = replace(backends, moe=Implementation("moe", "wide", wide_moe, "evaluation: experts are tiny, all of them at once"))
-        if config.index_n_heads < 16 and dtype == torch.bfloat16 and backends.index_scores.name == "torch":
-            backends = replace(backends, index_scores=Implementation("index_scores", "triton", padded_index_scores, "evaluation: heads filled up to 16"))
+    if device.type == "cuda" and config.n_routed_experts * config.moe_intermediate_size <= 4096:
+        backends = replace(backends, moe=Implementation("moe", "wide", wide_moe, "evaluation: experts are tiny, all of them at once"))
     return with_selection(backends, selection)
 
 # %% ../nbs/27_eval.ipynb #629c3db3

@@ -8,6 +8,7 @@ import tempfile
 
 TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "index_scores, six rows": ("index_scores", "fp8e4nv", 2, 3, False),
           "index_scores, prefill": ("index_scores", "fp8e4nv", 2, 4, True), "index_scores, bfloat16 pages": ("index_scores", "bf16", 2, 4, True),
+          "index_scores, eight heads": ("index_scores", "bf16", 2, 4, True, 8), "index_scores, 64 heads": ("index_scores", "bf16", 2, 4, True, 64),
           "rms_norm": ("norm", False, 8192), "layer_norm": ("norm", True, 128), "rope": ("rope", True), "rope, half-split": ("rope", False),
           "prepare_queries": ("queries", True, True, False), "prepare_queries, BF16 pages, half-split": ("queries", False, False, False),
           "prepare_queries, Hadamard": ("queries", True, True, True), "prepare_key": ("key", True, True, False),
@@ -67,13 +68,13 @@ def compile_triton(kernel, pointers, numbers, constants, warps, **options):
             "fused": "fma.rn.f32" in made.asm["ptx"], "binary": len(made.asm["cubin"]), "shared": made.metadata.shared}
 
 
-def compile_index_scores(keys, rows, tiles, fill):
+def compile_index_scores(keys, rows, tiles, fill, heads=32):
     from glm52.kernels import indexer
     scaled = keys == "fp8e4nv"
     pointers = dict(q_ptr=keys, gate_ptr="fp32", value_ptr=keys, scale_ptr="fp32" if scaled else keys, table_ptr="i32", start_ptr="i64",
                     limit_ptr="i64", out_ptr="fp32")
     numbers = dict.fromkeys(("table_stride", "out_stride", "pages", "chunk"), "i32")
-    constants = dict(TILES=tiles, ROWS=rows, HEADS=32, DIM=128, SCALED=scaled, FILL=fill, STAGES=5)
+    constants = dict(TILES=tiles, ROWS=rows, HEADS=max(16, heads), REAL=heads, DIM=128, SCALED=scaled, FILL=fill, STAGES=5)
     return compile_triton(indexer._index_scores_kernel, pointers, numbers, constants, 4)
 
 

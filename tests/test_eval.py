@@ -16,7 +16,7 @@ from glm52.chat.template import render as render_prompt
 from glm52.cli import app
 from glm52.engine.sampling import SamplingParams
 from glm52.eval import (COLUMNS, GREEDY, Answer, Drafts, EvalError, Group, Plan, Way, acceptance, acceptance_table, accuracy_table, ask, compare_columns,
-                        column_table, correct, draft_along, engine_acceptance, evaluate, from_engine, from_transformers, from_url, new_llm, padded_index_scores, paired, raw_text, speculation_table, tally, verdict, wide_moe,
+                        column_table, correct, draft_along, engine_acceptance, evaluate, from_engine, from_transformers, from_url, new_llm, paired, raw_text, speculation_table, tally, verdict, wide_moe,
                         wilson, wire_messages, wire_request, with_selection)
 from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import Backends, random_model, tiny_config
@@ -213,16 +213,6 @@ def test_all_experts_at_once_are_the_experts_one_by_one(dtype, fp8):
     if "down" in fp8: down = quantize_weight(down)
     got, want = wide_moe(x, ids, weights, gate_up, down).float(), moe_torch(x, ids, weights, gate_up, down).float()
     assert (got - want).norm() / want.norm() < (1e-5 if dtype == torch.float32 else 0.04)
-
-
-def test_few_index_heads_filled_up_score_the_same():
-    "The Triton kernel, in its interpreter, with 8 heads filled up to 16."
-    g = torch.Generator().manual_seed(0)
-    q, gate = torch.randn(3, 8, 32, generator=g).half(), torch.randn(3, 8, generator=g)
-    cache, table = torch.randn(4, 64, 32, generator=g).half(), torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
-    start, limit = torch.tensor([0, 1, 3]), torch.tensor([70, 64, 100])
-    got, want = (scores(q, gate, cache, table, start, limit) for scores in (padded_index_scores, paged_index_scores))
-    assert torch.equal(got.isinf(), want.isinf()) and torch.allclose(got.nan_to_num(neginf=0), want.nan_to_num(neginf=0), atol=2e-3)
 
 
 @pytest.fixture(scope="module")

@@ -57,8 +57,22 @@ def test_index_scores_in_the_interpreter(counts, contexts, kind):
 
 
 @interpreted
-def test_a_row_of_scores_knows_neither_its_neighbours_nor_the_cut():
-    q, gate, cache, table, start, limit = case((6, 1, 3), (200, 65, 333), "float16")
+@pytest.mark.parametrize("kind", ["fp8", "float16"])
+@pytest.mark.parametrize("heads", [1, 3, 8, 15, 24])
+def test_index_scores_of_any_number_of_heads(heads, kind):
+    "Heads that fill up to a power of two, at least 16, add nothing: the same bits as heads of zeros beside the real ones."
+    q, gate, *rest = case((1, 6, 9, 2), (64, 70, 200, 65), kind, heads)
+    got, missing = indexer.index_scores(q, gate, *rest), (16 if heads < 16 else 32) - heads
+    want = paged_index_scores(q, gate, *rest)
+    assert torch.equal(got.isinf(), want.isinf()) and relative_error(want, got) < 1e-5
+    pad = torch.nn.functional.pad
+    assert torch.equal(got, indexer.index_scores(pad(q, (0, 0, 0, missing)), pad(gate, (0, missing)), *rest))
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [8, 16])
+def test_a_row_of_scores_knows_neither_its_neighbours_nor_the_cut(heads):
+    q, gate, cache, table, start, limit = case((6, 1, 3), (200, 65, 333), "float16", heads)
     together = indexer.index_scores(q, gate, cache, table, start, limit)
     for b, (first, last) in enumerate(zip(start.tolist(), start.tolist()[1:])):
         for t in range(first, last):
@@ -84,7 +98,7 @@ def test_index_scores_refuses_what_would_go_wrong_on_the_device():
     q, gate, cache, table, start, limit = case((2, 1), (100, 64), "fp8")
     good = dict(q=q, gate=gate, index_cache=cache, page_table=table, query_start=start, limit=limit)
     for change, words in ((dict(gate=gate.half()), "gate must be float32"), (dict(gate=gate[:, :8]), "got gate"),
-                          (dict(q=q[:, :12].contiguous(), gate=gate[:, :12].contiguous()), "12 heads"), (dict(index_cache=cache[:, :64 * 32]), "FP8 pages must be"),
+                          (dict(q=q.repeat(1, 5, 1), gate=gate.repeat(1, 5)), "80 heads of 32"), (dict(q=q[:, :, :24].contiguous()), "16 heads of 24"), (dict(index_cache=cache[:, :64 * 32]), "FP8 pages must be"),
                           (dict(index_cache=torch.zeros(5, 64, 32)), "bf16 or fp16"), (dict(page_table=table.long()), "page table int32"),
                           (dict(limit=limit.int()), "limit int64"), (dict(limit=limit[:2]), "limit"), (dict(query_start=start[:2]), "query_start"),
                           (dict(page_table=table.t().contiguous().t()), "page table must be contiguous"),
@@ -212,6 +226,8 @@ def test_a_model_is_bound_to_kernels_only_where_they_suit(monkeypatch):
         assert found["sparse_mla"][1] == "own kernel for BF16 pages; FP8 pages take the plain form"
     assert bound(glm, torch.float32)["sparse_mla"] == ("torch", "the kernel takes bfloat16 models, this one is float32")
     assert bound(glm, torch.float32)["index_scores"][0] == "torch" and bound(glm, torch.float32)["topk"][0] == "tilelang"
+    assert bound(make_config(index_n_heads=8), torch.bfloat16)["index_scores"][0] == "triton"
+    assert bound(make_config(index_n_heads=80), torch.bfloat16)["index_scores"] == ("torch", "the kernel takes 1 to 64 heads of 32, 64 or 128, not 80 of 32")
     assert bound(nano, torch.bfloat16)["sparse_mla"] == ("torch", "the kernel has 8, 16, 32 or 64 heads, not 4")
     table = {op: (name, why) for op, name, why in Backends.choose("cuda", glm, torch.bfloat16, rope="triton").table()}
     assert table["rms_norm"] == ("torch", "no figure of the kernel is stored yet; it runs where it is asked for by name")

@@ -116,8 +116,8 @@ def kernel_limit(device, config, dtype) -> str | None:
     if reason := lacks_hopper(device): return reason
     if dtype == torch.float32: return "the kernel takes bfloat16 or float16 models, this one is float32"
     heads, width = (config.index_n_heads, config.index_head_dim) if config else (32, 128)
-    if heads & (heads - 1) or width & (width - 1) or heads < 16 or width < 32:
-        return f"the kernel needs powers of two, at least 16 heads of 32, not {heads} of {width}"
+    if heads > 64 or width & (width - 1) or not 32 <= width <= 128:
+        return f"the kernel takes 1 to 64 heads of 32, 64 or 128, not {heads} of {width}"
     return None
 
 # %% ../../nbs/04_indexer.ipynb #7475d10e

@@ -1,23 +1,12 @@
-"The two ops that the evaluation binds on a GPU, and a few questions through the whole of it."
+"The op that the evaluation binds on a GPU, and a few questions through the whole of it."
 import pytest
 import torch
 
-from glm52.eval import Group, acceptance, ask, correct, from_engine, new_llm, padded_index_scores, wide_moe
+from glm52.eval import Group, acceptance, ask, correct, from_engine, new_llm, wide_moe
 from glm52.ops.fp8 import quantize_weight
-from glm52.ops.indexer import paged_index_scores
 from glm52.ops.moe import moe_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
-
-def test_padded_heads_score_alike():
-    g = torch.Generator("cuda").manual_seed(0)
-    q, gate = torch.randn(300, 8, 128, generator=g, device="cuda").bfloat16(), torch.randn(300, 8, generator=g, device="cuda")
-    cache = torch.randn(40, 64, 128, generator=g, device="cuda").bfloat16()
-    table, start = torch.randperm(40, device="cuda")[:40].view(2, 20).int(), torch.tensor([0, 100, 300], device="cuda")
-    limit = torch.cat([torch.arange(900, 1000), torch.arange(1080, 1280)]).cuda()
-    got, want = (scores(q, gate, cache, table, start, limit) for scores in (padded_index_scores, paged_index_scores))
-    assert torch.equal(got.isinf(), want.isinf()) and (got - want).nan_to_num(0).norm() / want.nan_to_num(neginf=0).norm() < 1e-2
 
 
 @pytest.mark.parametrize("fp8", [False, True])

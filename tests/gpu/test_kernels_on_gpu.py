@@ -193,10 +193,10 @@ CASES = {"decode": [1] * 5, "six rows": [6] * 3, "one to eight": list(range(1, 9
 
 
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
-def test_index_scores(name, kind):
+@pytest.mark.parametrize("name,heads", [*((name, 32) for name in CASES), *(("ragged", heads) for heads in (1, 8, 15, 24, 64))])
+def test_index_scores(name, heads, kind):
     from glm52.kernels.indexer import index_scores
-    counts, context, heads = CASES[name], 700, 32
+    counts, context = CASES[name], 700
     pages, rows = -(-context // 64), sum(CASES[name])
     table = torch.randperm(len(counts) * pages, device="cuda").int().view(len(counts), pages)
     cache = index_cache(len(counts) * pages) if kind == "fp8" else normal(len(counts) * pages, 64, 128, dtype=torch.bfloat16)
@@ -214,13 +214,14 @@ def test_index_scores(name, kind):
             assert relative_error(plain, got[first:last]) < 2e-3
 
 
+@pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16"])
-def test_a_row_of_scores_does_not_know_its_neighbours(kind):
+def test_a_row_of_scores_does_not_know_its_neighbours(kind, heads):
     from glm52.kernels.indexer import index_scores
     counts, context = [6, 1, 8, 30], 500
     table = torch.randperm(32, device="cuda").int().view(4, 8)
     cache = index_cache(32) if kind == "fp8" else normal(32, 64, 128, dtype=torch.bfloat16)
-    q, gate = normal(sum(counts), 32, 128, dtype=torch.bfloat16), normal(sum(counts), 32, seed=3)
+    q, gate = normal(sum(counts), heads, 128, dtype=torch.bfloat16), normal(sum(counts), heads, seed=3)
     start = torch.tensor([0, *counts], device="cuda").cumsum(0)
     limit = torch.cat([torch.arange(n, device="cuda") + context - n for n in counts])
     together = index_scores(q, gate, cache, table, start, limit)
@@ -234,7 +235,7 @@ def test_index_scores_refuses():
     from glm52.kernels.indexer import index_scores
     table, start, limit = torch.zeros(1, 2, dtype=torch.int32, device="cuda"), torch.tensor([0, 2], device="cuda"), torch.tensor([99, 100], device="cuda")
     q, gate, cache = normal(2, 32, 128, dtype=torch.bfloat16), normal(2, 32), index_cache(2)
-    for bad, words in ((dict(gate=gate.half()), "float32"), (dict(q=q[:, :24].contiguous(), gate=gate[:, :24].contiguous()), "24 heads"),
+    for bad, words in ((dict(gate=gate.half()), "float32"), (dict(q=q.repeat(1, 3, 1), gate=gate.repeat(1, 3)), "96 heads"),
                        (dict(cache=cache[:, :8192].contiguous()), "FP8 pages"), (dict(table=table.long()), "int32"),
                        (dict(limit=limit.int()), "int64"), (dict(cache=cache.flatten()[1:1 + 64 * 132].view(1, -1)), "16 bytes")):
         a = dict(q=q, gate=gate, cache=cache, table=table, limit=limit) | bad

@@ -14,8 +14,7 @@ TRITON = {"index_scores, one row": ("index_scores", "fp8e4nv", 1, 1, False), "in
           "prepare_queries, Hadamard": ("queries", True, True, True), "prepare_key": ("key", True, True, False),
           "prepare_key, BF16 pages": ("key", False, True, False), "prepare_key, Hadamard, half-split": ("key", True, False, True),
           "prepare_latent, FP8": ("latent", True, True), "prepare_latent, BF16": ("latent", False, True), "prepare_latent, half-split": ("latent", True, False),
-          "slots": ("slots",), "norm_quant": ("norm_quant", True, True, True), "add_rms_norm": ("norm_quant", True, True, False),
-          "norm_quant, FP8 alone": ("norm_quant", False, False, True),
+          "slots": ("slots",), "norm_quant": ("norm_quant", True), "norm_quant, nothing to add": ("norm_quant", False),
           "linear_fp8, few rows": ("linear", "few", 64, 16, 4, 4), "linear_fp8, one row": ("linear", "few", 64, 1, 6, 4), "linear_fp8, 64 rows": ("linear", "few", 64, 64, 3, 4),
           "linear_fp8, many rows": ("linear", "many", 128, 128, 3, 8), "quantize_rows": ("linear", "rows", 0, 0, 0, 4),
           "experts, few rows": ("experts", "few", 64, 16, 3, 4, False), "experts, few rows in order": ("experts", "few", 64, 16, 3, 4, True),
@@ -122,11 +121,11 @@ def compile_slots():
     return compile_triton(cache._slots_kernel, pointers, dict.fromkeys(("position_stride", "table_stride", "width"), "i32"), dict(BLOCK=1024), 4)
 
 
-def compile_norm_quant(add, norm, quantise):
+def compile_norm_quant(add):
     from glm52.kernels import norm_quant
     pointers = dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr", "norm_ptr"), "bf16") | dict(value_ptr="fp8e4nv", scale_ptr="fp32")
-    numbers = dict(x_stride="i32", delta_stride="i32", width="i32", eps="fp32")
-    return compile_triton(norm_quant._add_norm_kernel, pointers, numbers, dict(ADD=add, NORM=norm, QUANTISE=quantise, GROUPS=64, INTERPRETED=False), 8)
+    numbers = dict(x_stride="i32", delta_stride="i32", width="i32", eps="fp32", norm="i32", quantised="i32")
+    return compile_triton(norm_quant._add_norm_kernel, pointers, numbers, dict(ADD=add, GROUPS=64, INTERPRETED=False), 8)
 
 
 def compile_linear(form, tile_n, rows, stages, warps):

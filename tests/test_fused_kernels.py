@@ -173,6 +173,17 @@ def test_sum_norm_and_fp8(rows, width, dtype):
     if rows > 1: assert all(same(a[1:2], b) for a, b in zip((total, norm, values, scales), norm_quant.norm_quant(*row_of(1, x, delta), weight, 1e-5)))
 
 
+def test_one_binary_makes_every_form_of_the_norm():
+    "A compiler that knows what is not stored lays rows out in another way, and adds in another order: on a GPU that showed in the bits."
+    import triton
+    if isinstance(kernel := norm_quant._add_norm_kernel, triton.runtime.JITFunction):
+        constant = {p.name for p in kernel.params if p.is_constexpr}
+        assert {p.name for p in kernel.params if p.do_not_specialize} == {"norm", "quantised"}
+    else: constant = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
+    assert constant == {"ADD", "GROUPS", "INTERPRETED"}
+    assert norm_quant.norm_quant(normal(2, 200), None, torch.ones(200), 1e-5, norm=False, quantised=False)[1:] == (None, None, None)
+
+
 @interpreted
 def test_the_sum_is_rounded_before_it_is_normed():
     x, delta = torch.full((1, 128), 2048.0).half(), torch.full((1, 128), 1.0).half()          # 2,049 is not an fp16 number

@@ -27,10 +27,10 @@ def e4m3(x, INTERPRETED: tl.constexpr):
     return x.to(tl.float8e4nv)
 
 # %% ../../nbs/03_norm_quant_kernel.ipynb #099ca466
-@triton.jit
-def _add_norm_kernel(x_ptr, delta_ptr, weight_ptr, sum_ptr, norm_ptr, value_ptr, scale_ptr, x_stride, delta_stride, width, eps,
-                     ADD: tl.constexpr, NORM: tl.constexpr, QUANTISE: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr):
-    "One row of GROUPS * 128 values or fewer."
+@triton.jit(do_not_specialize=["norm", "quantised"])
+def _add_norm_kernel(x_ptr, delta_ptr, weight_ptr, sum_ptr, norm_ptr, value_ptr, scale_ptr, x_stride, delta_stride, width, eps, norm, quantised,
+                     ADD: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr):
+    "One row of GROUPS * 128 values or fewer. What is stored is decided while it runs: one binary, one order of sums, the same bits for every form."
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -43,11 +43,11 @@ def _add_norm_kernel(x_ptr, delta_ptr, weight_ptr, sum_ptr, norm_ptr, value_ptr,
         x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / width + eps)
     y = (y * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
-    if NORM: tl.store(norm_ptr + row * width + column, y, mask=inside)
-    if QUANTISE:
-        y = y.to(tl.float32)
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(y), 1), 1e-10), 448.0)
-        values = tl.minimum(tl.maximum(tl.div_rn(y, tl.broadcast_to(scale[:, None], (GROUPS, 128))), -448.0), 448.0)
+    if norm != 0: tl.store(norm_ptr + row * width + column, y, mask=inside)
+    if quantised != 0:
+        exact = y.to(tl.float32)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(exact), 1), 1e-10), 448.0)
+        values = tl.minimum(tl.maximum(tl.div_rn(exact, tl.broadcast_to(scale[:, None], (GROUPS, 128))), -448.0), 448.0)
         tl.store(value_ptr + row * width + column, e4m3(values, INTERPRETED), mask=inside)
         groups = tl.cdiv(width, 128)
         tl.store(scale_ptr + row * groups + group, scale, mask=group < groups)
@@ -78,15 +78,16 @@ def norm_quant(
         raise ValueError(f"add_rms_norm: weight must be [{width}] in one piece on {x.device}, got {tuple(weight.shape)} on {weight.device}")
     for name, t in (("x", x), ("delta", x if delta is None else delta)): _check_rows(name, t, x)
     groups = triton.cdiv(width, 128)
-    def new(wanted, width, dtype): return torch.empty(rows, width, dtype=dtype, device=x.device) if wanted else None
+    def new(wanted, width, dtype): return torch.empty(rows if wanted else 0, width, dtype=dtype, device=x.device)
     total = x if delta is None else new(True, width, x.dtype)
     y, values, scales = new(norm, width, x.dtype), new(quantised, width, torch.float8_e4m3fn), new(quantised, groups, torch.float32)
-    if rows == 0: return total, y, values, scales
+    wanted = total, *(t if kept else None for t, kept in ((y, norm), (values, quantised), (scales, quantised)))
+    if rows == 0: return wanted
     block = triton.next_power_of_2(groups)
-    _add_norm_kernel[(rows,)](x, delta, weight, total, y, values, scales, x.stride(0), 0 if delta is None else delta.stride(0), width, eps,
-                              ADD=delta is not None, NORM=norm, QUANTISE=quantised, GROUPS=block, INTERPRETED=not x.is_cuda,
+    _add_norm_kernel[(rows,)](x, x if delta is None else delta, weight, total, y, values, scales, x.stride(0), 0 if delta is None else delta.stride(0), width, eps,
+                              int(norm), int(quantised), ADD=delta is not None, GROUPS=block, INTERPRETED=not x.is_cuda,
                               num_warps=min(8, max(1, block // 4)), enable_fp_fusion=False)
-    return total, y, values, scales
+    return wanted
 
 
 def add_rms_norm(

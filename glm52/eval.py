@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Z95', 'GREEDY', 'SAMPLED', 'SELECTIONS', 'COLUMNS', 'SHORT', 'LONG', 'wilson', 'paired', 'Group', 'EvalError',
            'Question', 'ask', 'Way', 'Answer', 'from_engine', 'wire_messages', 'wire_request', 'raw_text', 'from_url',
-           'bar', 'tally', 'correct', 'percent', 'with_selection', 'wide_moe', 'eval_backends', 'new_llm', 'Drafts',
-           'draft_along', 'acceptance', 'engine_acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate',
-           'accuracy_table', 'acceptance_table', 'speculation_table', 'column_table', 'verdict', 'plot']
+           'bar', 'tally', 'correct', 'percent', 'with_selection', 'new_llm', 'Drafts', 'draft_along', 'acceptance',
+           'engine_acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate', 'accuracy_table',
+           'acceptance_table', 'speculation_table', 'column_table', 'verdict', 'plot']
 
 # %% ../nbs/27_eval.ipynb #c7a1e7ab
 import asyncio, contextlib, gc, json, math, random, time
@@ -34,7 +34,6 @@ from .model.mtp import draft, mtp_forward
 from .model.plan import RequestRows, StepPlan
 from .nano.tasks import FAMILIES, Item, call_text, held_out_items, judge, prompt_and_answer
 from .ops.cache import PAGE_SIZE
-from .ops.fp8 import Fp8Weight, dequantize_activation, dequantize_weight, quantize_activation
 from .ops.moe import swiglu
 
 # %% ../nbs/27_eval.ipynb #dff1b076
@@ -311,38 +310,6 @@ def with_selection(
     why = "evaluation only: the indexer's scores are replaced"
     return replace(backends, index_scores=Implementation("index_scores", selection, scores, why))
 
-# %% ../nbs/27_eval.ipynb #5cfffe17
-def wide_moe(
-    x: Tensor,        # [T, d] model dtype
-    ids: Tensor,      # [T, k] int64
-    weights: Tensor,  # [T, k] fp32
-    gate_up: Tensor | Fp8Weight,  # [E, 2I, d], gate rows first
-    down: Tensor | Fp8Weight,     # [E, d, I]
-) -> Tensor:          # [T, d] model dtype
-    "Every expert on every row, those not chosen with weight 0: no waiting for the device, worth it where experts are tiny."
-    if len(x) > 4096: return torch.cat([wide_moe(*part, gate_up, down) for part in zip(x.split(4096), ids.split(4096), weights.split(4096))])
-    if isinstance(gate_up, Fp8Weight): x_seen, gate_up = dequantize_activation(*quantize_activation(x)), dequantize_weight(gate_up, torch.float32)
-    else: x_seen = x
-    gate, up = torch.matmul(x_seen, gate_up.transpose(1, 2)).float().chunk(2, -1)          # [E, T, I]
-    h = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-    if isinstance(down, Fp8Weight): h, down = dequantize_activation(*quantize_activation(h)), dequantize_weight(down, torch.float32)
-    table = torch.zeros(len(x), len(down), device=x.device).scatter_(1, ids, weights)
-    parts = torch.matmul(h, down.transpose(1, 2)).float()                                  # [E, T, d]
-    return (parts * table.t()[:, :, None]).sum(0).to(x.dtype)
-
-
-def eval_backends(
-    device: torch.device,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    selection: str = "model",
-) -> Backends:
-    "The engine's own choice; on a GPU, where the experts' plain form waits for the device, tiny experts get a form of their own."
-    backends = Backends.choose(device, config, dtype)
-    if device.type == "cuda" and config.n_routed_experts * config.moe_intermediate_size <= 4096:
-        backends = replace(backends, moe=Implementation("moe", "wide", wide_moe, "evaluation: experts are tiny, all of them at once"))
-    return with_selection(backends, selection)
-
 # %% ../nbs/27_eval.ipynb #629c3db3
 def new_llm(
     model: str | Path,
@@ -355,7 +322,7 @@ def new_llm(
     "An engine for evaluation: no prefix cache, many sequences at once."
     path, where = resolve_model(model), pick_device(device)
     config = ModelConfig.from_dir(path)
-    backends = eval_backends(where, config, model_dtype(dtype, config), selection)
+    backends = with_selection(Backends.choose(where, config, model_dtype(dtype, config)), selection)
     decoder = load_model(path, dtype, where, backends, quantize=quantize)
     sizes = {"max_num_seqs": 512, "max_num_batched_tokens": 16384} if where.type == "cuda" else {"max_num_seqs": 64}
     return LLM(decoder, tokenizer=load_tokenizer(path), **({"enable_prefix_caching": False} | sizes | limits))

@@ -16,7 +16,7 @@ from glm52.chat.template import render as render_prompt
 from glm52.cli import app
 from glm52.engine.sampling import SamplingParams
 from glm52.eval import (COLUMNS, GREEDY, Answer, Drafts, EvalError, Group, Plan, Way, acceptance, acceptance_table, accuracy_table, ask, compare_columns,
-                        column_table, correct, draft_along, engine_acceptance, evaluate, from_engine, from_transformers, from_url, new_llm, paired, raw_text, speculation_table, tally, verdict, wide_moe,
+                        column_table, correct, draft_along, engine_acceptance, evaluate, from_engine, from_transformers, from_url, new_llm, paired, raw_text, speculation_table, tally, verdict,
                         wilson, wire_messages, wire_request, with_selection)
 from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import Backends, random_model, tiny_config
@@ -24,7 +24,7 @@ from glm52.model.mtp import naive_draft
 from glm52.nano.tasks import FAMILIES, is_held_out, prompt_and_answer
 from glm52.ops.fp8 import quantize_weight
 from glm52.ops.indexer import paged_index_scores
-from glm52.ops.moe import moe_torch
+from glm52.ops.moe import moe_torch, moe_wide
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_all_experts_at_once_are_the_experts_one_by_one(dtype, fp8):
     ids, weights = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(37)]), torch.rand(37, 3, generator=g)
     if "gate_up" in fp8: gate_up = quantize_weight(gate_up)
     if "down" in fp8: down = quantize_weight(down)
-    got, want = wide_moe(x, ids, weights, gate_up, down).float(), moe_torch(x, ids, weights, gate_up, down).float()
+    got, want = moe_wide(x, ids, weights, gate_up, down).float(), moe_torch(x, ids, weights, gate_up, down).float()
     assert (got - want).norm() / want.norm() < (1e-5 if dtype == torch.float32 else 0.04)
 
 

@@ -5,7 +5,7 @@ import torch
 from glm52.device import relative_error
 from glm52.kernels import fp8
 from glm52.model.decoder import Backends
-from glm52.ops.fp8 import Fp8Weight, linear, linear_triton, naive_linear_fp8, quantize_activation, quantize_weight
+from glm52.ops.fp8 import Fp8Weight, linear, linear_batch_invariant, linear_triton, naive_linear_fp8, quantize_activation, quantize_weight
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 SHAPES = [(1, 192, 512), (5, 64, 384), (16, 128, 640), (3, 100, 80), (20, 200, 256)]
@@ -83,6 +83,13 @@ def test_linear_refuses_what_would_go_wrong_on_the_device():
         with pytest.raises(ValueError, match=words): fp8.linear_fp8(bad_x, bad_w)
     with pytest.raises(ValueError, match="form 'other'"): fp8.linear_fp8(x, w, form="other")
     with pytest.raises(ValueError, match="not torch.int32"): fp8.linear_fp8(x, w, torch.int32)
+
+
+def test_deterministic_mode_has_one_form_for_every_number_of_rows():
+    x, w = case(520, 64, 1024)             # more rows than the first form takes by itself
+    whole = linear_batch_invariant(x, w)
+    assert not torch.equal(whole, fp8.linear_fp8(x, w, form="many"))
+    for rows in (slice(3, 4), slice(500, 520)): assert torch.equal(linear_batch_invariant(x[rows], w), whole[rows])
 
 
 def test_the_model_takes_it_by_name():

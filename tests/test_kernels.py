@@ -11,7 +11,7 @@ from glm52.cli import app
 from glm52.device import missing_package, relative_error
 from glm52.kernels import (absorb, cache, fp8, head, indexer, indexer_prepare, moe, mtp, norm, norm_quant, rope, sampling, sparse_mla, sparse_mla_fp8,
                            sparse_prefill, topk)
-from glm52.model.decoder import Backends, Caches, Capture, Decoder, fill, random_tensors, tiny_config as make_config
+from glm52.model.decoder import IMPLEMENTATIONS, Backends, Caches, Capture, Decoder, fill, random_tensors, tiny_config as make_config
 from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.fp8 import quantize_index
 from glm52.ops.indexer import naive_index_scores, paged_index_scores, read_index_keys
@@ -229,12 +229,27 @@ def test_a_model_is_bound_to_kernels_only_where_they_suit(monkeypatch):
     assert bound(make_config(index_n_heads=8), torch.bfloat16)["index_scores"][0] == "triton"
     assert bound(make_config(index_n_heads=80), torch.bfloat16)["index_scores"] == ("torch", "the kernel takes 1 to 64 heads of 32, 64 or 128, not 80 of 32")
     assert bound(nano, torch.bfloat16)["sparse_mla"] == ("torch", "the kernel has 8, 16, 32 or 64 heads, not 4")
-    table = {op: (name, why) for op, name, why in Backends.choose("cuda", glm, torch.bfloat16, rope="triton").table()}
-    assert table["rms_norm"] == ("torch", "no figure of the kernel is stored yet; it runs where it is asked for by name")
-    assert table["rope"] == ("triton", "asked for")
     assert bound(nano, torch.bfloat16, sparse_mla="tilelang")["sparse_mla"][0] == "tilelang"       # a wish is kept
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert set(bound(glm, torch.bfloat16).values()) == {("torch", "the kernel is for Hopper GPUs (9.0), this one is 10.0")}
+
+
+@pytest.mark.skipif(missing_package("tilelang") is not None, reason="TileLang is not installed")
+def test_what_runs_each_op_on_a_hopper_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    whole = dict(hidden_size=6144, num_attention_heads=64, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, q_lora_rank=2048,
+                 index_n_heads=32, index_head_dim=128, index_topk=2048, n_routed_experts=256, num_experts_per_tok=8)
+    names = lambda *model, **wishes: {op: name for op, name, _ in Backends.choose("cuda", *model, **wishes).table()}
+    kernels = dict.fromkeys(IMPLEMENTATIONS, "triton") | dict(topk="tilelang", sparse_mla="tilelang")
+    assert names(make_config(**whole), torch.bfloat16) == names() == kernels
+    single = names(make_config(**whole), torch.float32)
+    assert {op for op in single if single[op] == "torch"} == {"index_scores", "sparse_mla", "absorb_queries", "absorb_values", "lm_head"}
+    odd = names(make_config(**whole | dict(hidden_size=200, qk_nope_head_dim=48, v_head_dim=32, n_routed_experts=12)), torch.bfloat16)
+    assert {op for op in odd if odd[op] == "torch"} == {"moe", "route", "absorb_queries", "absorb_values", "lm_head"}
+    one_answer = Backends.choose("cuda", make_config(**whole), torch.bfloat16, deterministic=True)
+    assert {op for op, name, _ in one_answer.table() if name == "batch_invariant"} == {"linear", "sparse_mla", "moe", "absorb_queries", "absorb_values", "lm_head"}
+    assert set(names(make_config(**whole), torch.bfloat16, **dict.fromkeys(IMPLEMENTATIONS, "torch")).values()) == {"torch"}
+    assert {name for _, name, _ in Backends.choose("cpu").table()} == {"torch"}
 
 
 def test_stored_figures_belong_to_the_stored_kernels():

@@ -9,7 +9,7 @@ from glm52.kernels import moe
 from glm52.model.decoder import Backends, Caches, Decoder, fill, random_tensors, tiny_config
 from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.fp8 import quantize_weight
-from glm52.ops.moe import moe_torch, naive_route, swiglu
+from glm52.ops.moe import moe_batch_invariant, moe_torch, moe_triton, naive_route, swiglu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only where there is no GPU")
 
@@ -122,8 +122,25 @@ def test_experts_refuse_what_would_go_wrong_on_the_device():
 
 def test_the_model_takes_it_by_name():
     chosen = Backends.choose("cpu", moe="triton", route="triton")
-    assert chosen.moe.function is moe.moe_fp8 and chosen.route.function is moe.route
+    assert chosen.moe.function is moe_triton and chosen.route.function is moe.route
     assert Backends.choose("cpu").moe.name == Backends.choose("cpu").route.name == "torch"
+
+
+@pytest.mark.parametrize("shared_too", [True, False], ids=["shared in FP8", "shared plain"])
+def test_deterministic_mode_has_one_plan_for_every_number_of_tokens(shared_too):
+    experts, shared = layer(width=512)
+    if not shared_too: shared = tuple(torch.randn(w.weight.shape, generator=torch.Generator().manual_seed(3)) / 16 for w in shared)
+    x, ids, weights = routed(18, width=512)
+    whole = moe_batch_invariant(x, ids, weights, *experts, shared)
+    assert relative_error(moe_torch(x, ids, weights, *experts) + swiglu(x, *shared), whole) < 3e-2
+    for some in (slice(4, 5), slice(0, 17)): assert torch.equal(moe_batch_invariant(x[some], ids[some], weights[some], *experts, shared), whole[some])
+
+
+def test_experts_that_are_not_in_fp8_take_the_plain_form():
+    g = torch.Generator().manual_seed(0)
+    stacks = torch.randn(8, 64, 96, generator=g) / 10, torch.randn(8, 96, 32, generator=g) / 6
+    shared, (x, ids, weights) = (stacks[0][0], stacks[1][0]), routed(5, width=96)
+    assert torch.equal(moe_triton(x, ids, weights, *stacks, shared), moe_torch(x, ids, weights, *stacks) + swiglu(x, *shared))
 
 
 def test_the_bench_measures_the_weights_of_five_layers():

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['IMPLEMENTATIONS', 'KERNEL_LIMITS', 'INVARIANT', 'BATCH_INVARIANT', 'SEPARATE', 'Backends', 'Caches', 'SelectionError',
            'Step', 'SplitKV', 'Weights', 'per_head', 'per_head_batch_invariant', 'absorb_queries', 'lm_head',
-           'mtp_input', 'Indexer', 'Attention', 'half_rows', 'Dense', 'Experts', 'Layer', 'MtpLayer', 'Capture',
-           'Decoder', 'fill', 'random_tensors', 'tiny_config', 'random_model', 'first_difference']
+           'lm_head_triton', 'mtp_input', 'Indexer', 'Attention', 'half_rows', 'Dense', 'Experts', 'Layer', 'MtpLayer',
+           'Capture', 'Decoder', 'fill', 'random_tensors', 'tiny_config', 'random_model', 'first_difference']
 
 # %% ../../nbs/10_model.ipynb #0b6e51a2
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import BLOCK, ModelConfig, TensorSpec, checkpoint_tensors
-from ..device import Implementation, pick_device, relative_error, resolve
+from ..device import Implementation, lacks_hopper, pick_device, relative_error, resolve
 from .parallel import World
 from .plan import RequestRows, StepPlan
 from ..ops import cache as cache_op, indexer, moe as moe_op, norm, sparse_mla as mla, topk as topk_op
@@ -38,13 +38,27 @@ IMPLEMENTATIONS = {
     "sparse_mla": mla.IMPLEMENTATIONS, "route": moe_op.ROUTE_IMPLEMENTATIONS, "moe": moe_op.MOE_IMPLEMENTATIONS}
 
 
-def _unmeasured(device, config, dtype): return "no figure of the kernel is stored yet; it runs where it is asked for by name"
+def _limit(fits: Callable[[ModelConfig], bool], needs: str, halves: bool = False) -> Callable:
+    "A function that says why a kernel does not suit a model on a device, or None; config and dtype may be unknown."
+    def limit(device, config, dtype):
+        if reason := lacks_hopper(device): return reason
+        if halves and dtype == torch.float32: return "the kernel takes bfloat16 or float16 models, this one is float32"
+        return f"the kernel needs {needs}" if config and not fits(config) else None
+    return limit
 
 
-KERNEL_LIMITS = dict.fromkeys(("linear", "route", "moe", "rms_norm", "layer_norm", "rope", "prepare_queries", "prepare_key", "prepare_latent", "slots", "add_rms_norm"), _unmeasured)
-KERNEL_LIMITS |= {"index_scores": indexer.kernel_limit, "topk": topk_op.kernel_limit, "sparse_mla": mla.kernel_limit}     # why not, or None
+def _power_of_two(n: int) -> bool: return n >= 2 and n & (n - 1) == 0
+
+
+KERNEL_LIMITS = {
+    "linear": _limit(lambda c: True, ""), "slots": _limit(lambda c: True, ""), "layer_norm": _limit(lambda c: True, ""),
+    "rms_norm": _limit(lambda c: c.hidden_size <= 32768, "rows of 32,768 or fewer"), "add_rms_norm": _limit(lambda c: c.hidden_size <= 16384, "rows of 16,384 or fewer"),
+    "rope": _limit(lambda c: _power_of_two(c.qk_rope_head_dim), "a power of two of rotated values"),
+    **dict.fromkeys(("prepare_queries", "prepare_key"), _limit(lambda c: _power_of_two(c.index_head_dim) and _power_of_two(c.qk_rope_head_dim), "heads that are powers of two")),
+    "prepare_latent": _limit(lambda c: c.kv_lora_rank % 4 == 0 and _power_of_two(c.qk_rope_head_dim), "a latent of a multiple of 4 and a power of two of rotated values"),
+    "index_scores": indexer.kernel_limit, "topk": topk_op.kernel_limit, "sparse_mla": mla.kernel_limit, "route": moe_op.route_limit, "moe": moe_op.kernel_limit}
 INVARIANT = {op: ("torch", "triton") for op in ("rope", "slots", "route", "prepare_queries", "prepare_key", "prepare_latent", "add_rms_norm", "mtp_input")}
-INVARIANT |= {"rms_norm": ("triton",), "layer_norm": ("triton",), "index_scores": ("triton",), "topk": ("torch", "tilelang"), "moe": ("triton",),
+INVARIANT |= {"rms_norm": ("triton",), "layer_norm": ("triton",), "index_scores": ("triton",), "topk": ("torch", "tilelang"),
               "lm_head": ("torch",)}     # on a GPU, a row's bits depend on that row alone; a composite's do if its parts' do
 BATCH_INVARIANT = {"linear": linear_batch_invariant, "sparse_mla": mla.sparse_mla_batch_invariant, "moe": moe_op.moe_batch_invariant}   # else these run
 SEPARATE = {"prepare_queries": ("rope",), "prepare_key": ("layer_norm", "rope"), "prepare_latent": ("rms_norm", "rope"), "add_rms_norm": ("rms_norm",)}
@@ -86,8 +100,8 @@ class Backends:
         if deterministic and torch.device(device).type == "cuda": chosen = {op: cls._invariant(one) for op, one in chosen.items()}
         for op, parts in SEPARATE.items():      # what is not fused runs the implementations chosen for its parts
             if chosen[op].name in ("torch", "batch_invariant"): chosen[op] = replace(chosen[op], function=partial(chosen[op].function, **{p: chosen[p].function for p in parts}))
-        if chosen["sparse_mla"].name == "tilelang":
-            chosen["sparse_mla"] = replace(chosen["sparse_mla"], why=chosen["sparse_mla"].why + " for BF16 pages; FP8 pages take the plain form")
+        for op, name, partly in (("sparse_mla", "tilelang", "BF16 pages; FP8 pages take"), ("linear", "triton", "FP8 weights; others take"), ("moe", "triton", "FP8 experts; others take")):
+            if chosen[op].name == name: chosen[op] = replace(chosen[op], why=f"{chosen[op].why} for {partly} the plain form")
         return cls(**chosen)
 
     @staticmethod
@@ -279,6 +293,15 @@ def lm_head(
     return linear(hidden, weight, torch.float32)
 
 
+def lm_head_triton(
+    hidden: Tensor,   # [N, d] after the final norm, bf16 or fp16
+    weight: Tensor,   # [V, d], the same type
+) -> Tensor:          # [N, V] fp32
+    "Logits by [our kernel](10_head_kernel.ipynb) up to 64 rows; for more the matrix library was measured faster."
+    from glm52.kernels.head import lm_head as kernel
+    return kernel(hidden, weight) if len(hidden) <= 64 else lm_head(hidden, weight)
+
+
 def mtp_input(
     tokens: Tensor,   # [T] int64, the token after each row's position
     embed: Tensor,    # [V, d]
@@ -294,9 +317,12 @@ def mtp_input(
 
 IMPLEMENTATIONS |= {"absorb_queries": {"torch": absorb_queries, "triton": "glm52.kernels.absorb:absorb_queries"},
                     "absorb_values": {"torch": per_head, "triton": "glm52.kernels.absorb:absorb_values"},
-                    "lm_head": {"torch": lm_head, "triton": "glm52.kernels.head:lm_head"},
+                    "lm_head": {"torch": lm_head, "triton": lm_head_triton},
                     "mtp_input": {"torch": mtp_input, "triton": "glm52.kernels.mtp:mtp_input"}}
-KERNEL_LIMITS |= dict.fromkeys(("absorb_queries", "absorb_values", "lm_head", "mtp_input"), _unmeasured)
+KERNEL_LIMITS |= {
+    "absorb_queries": _limit(lambda c: c.qk_nope_head_dim % 64 == c.qk_rope_head_dim % 8 == c.kv_lora_rank % 128 == 0, "heads of a multiple of 64 and a latent of a multiple of 128", True),
+    "absorb_values": _limit(lambda c: c.v_head_dim % 128 == c.kv_lora_rank % 128 == 0, "heads and a latent of a multiple of 128", True),
+    "lm_head": _limit(lambda c: c.hidden_size % 128 == 0, "rows of a multiple of 128", True), "mtp_input": KERNEL_LIMITS["rms_norm"]}
 BATCH_INVARIANT |= {"absorb_queries": partial(absorb_queries, product=per_head_batch_invariant), "absorb_values": per_head_batch_invariant, "lm_head": lm_head}
 SEPARATE |= {"absorb_queries": ("rope",), "lm_head": ("linear",), "mtp_input": ("rms_norm",)}
 
@@ -385,7 +411,7 @@ class Experts:
         p += "shared_experts."
         self.shared_gate_up = weights.matrix(p + "gate_proj.weight", p + "up_proj.weight")
         self.shared_down = weights.matrix(p + "down_proj.weight", columns=half_rows(self.shared_gate_up))
-        self.folded = backends.moe.name == "triton"      # that kernel takes the shared expert as one more
+        self.folded = backends.moe.name in ("triton", "batch_invariant")      # these take the shared expert as one more
 
     def __call__(self, h: Tensor, step: Step) -> Tensor:
         c, b = self.config, self.backends

@@ -200,7 +200,7 @@ def linear_batch_invariant(
     out_dtype: torch.dtype | None = None,  # of the result; None: x's
 ) -> Tensor:                     # [T, out]
     "`linear` for a GPU, the bits of row t from row t alone: a matrix library picks its kernel by the shape, so there is one shape, 128 rows, the last ones zeros."
-    if isinstance(weight, Fp8Weight): return _fp8_kernel()(x, weight, out_dtype)
+    if isinstance(weight, Fp8Weight): return _fp8_kernel()(x, weight, out_dtype, "few")     # the other form, for many rows, adds in another order
     if not len(x): return linear(x, weight, out_dtype)
     groups = F.pad(x, (0, 0, 0, -len(x) % GROUP)).split(GROUP)
     return torch.cat([linear(rows, weight, out_dtype) for rows in groups])[:len(x)]

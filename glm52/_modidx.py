@@ -1298,6 +1298,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'glm52.ops.fp8._blocks': ('fp8.html#_blocks', 'glm52/ops/fp8.py'),
                                'glm52.ops.fp8._fp8_kernel': ('fp8.html#_fp8_kernel', 'glm52/ops/fp8.py'),
                                'glm52.ops.fp8._linear_cpu': ('fp8.html#_linear_cpu', 'glm52/ops/fp8.py'),
+                               'glm52.ops.fp8._over_max': ('fp8.html#_over_max', 'glm52/ops/fp8.py'),
                                'glm52.ops.fp8._spread': ('fp8.html#_spread', 'glm52/ops/fp8.py'),
                                'glm52.ops.fp8.cancelling': ('fp8.html#cancelling', 'glm52/ops/fp8.py'),
                                'glm52.ops.fp8.dequantize_activation': ('fp8.html#dequantize_activation', 'glm52/ops/fp8.py'),

@@ -79,7 +79,7 @@ def linear_step(
 
 
 def linear_error(weights: dict[str, list[Fp8Weight]], tokens: int) -> float:
-    "Largest relative error of four weights against the plain form; says so if a row alone has other bits than in company."
+    "Largest relative error of four weights' fp32 results against the plain form; BF16 must be these, rounded. Says so if a row alone has other bits than in company."
     errors = []
     for names in (("q_a", "kv_a"), ("o",), ("shared_down",)):
         x = torch.randn(min(tokens, 640), SHAPES[names[0]][1], device="cuda").bfloat16()
@@ -87,8 +87,10 @@ def linear_error(weights: dict[str, list[Fp8Weight]], tokens: int) -> float:
         got, form = fp8.linears_fp8(x, some), "few" if len(x) <= fp8.FEW else "many"
         if not torch.equal(got[0][-1:], fp8.linear_fp8(x[-1:], some[0], form=form)): print(f"linear_fp8, {names[0]}: a row alone has other bits than among {len(x)}")
         if not torch.equal(got[-1], fp8.linears_fp8(x, some)[-1]): raise AssertionError(f"linear_fp8: {tokens} rows: two runs differ")
-        errors += [relative_error(naive_linear_fp8(x, w, torch.float32), g) for w, g in zip(some, got)]
-    if not max(errors) < 5e-3: raise AssertionError(f"linear_fp8: {tokens} rows: relative errors {errors}")
+        wide = fp8.linears_fp8(x, some, torch.float32)
+        if not all(torch.equal(w.bfloat16(), g) for w, g in zip(wide, got)): raise AssertionError(f"linear_fp8: {tokens} rows: BF16 is not fp32 rounded")
+        errors += [relative_error(naive_linear_fp8(x, w, torch.float32), g) for w, g in zip(some, wide)]
+    if not max(errors) < 1e-3: raise AssertionError(f"linear_fp8: {tokens} rows: relative errors {errors}")
     return max(errors)
 
 # %% ../nbs/28_bench_kernels_moe.ipynb #3d28d09e
@@ -134,14 +136,14 @@ def plain_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Fp8Weight, d
 
 
 def moe_error(step: tuple, layer: tuple) -> float:
-    "Relative error of the last two tokens. The plain form rounds its own SwiGLU to e4m3; where ours lies a hair beside, it rounds to the next value."
+    "Relative error of the last two tokens. The plain form rounds its own SwiGLU to e4m3; where ours lies a hair beside, it rounds to the next value: 5e-3 to be expected."
     x, ids, weights = step
     got = moe.moe_fp8(x, ids, weights, *layer)
     if not torch.equal(got, moe.moe_fp8(x, ids, weights, *layer)): raise AssertionError(f"moe_fp8: {len(x)} tokens: two runs differ")
     alone = moe.moe_fp8(x[-1:], ids[-1:], weights[-1:], *layer, how=moe.plan(len(x)))
     if not torch.equal(got[-1:], alone): print(f"moe_fp8: a token alone has other bits than among {len(x)}")
     error = relative_error(plain_experts(x[-2:], ids[-2:], weights[-2:], *layer), got[-2:])
-    if not error < 3e-2: raise AssertionError(f"moe_fp8: {len(x)} tokens: relative error {error}")
+    if not error < 1.2e-2: raise AssertionError(f"moe_fp8: {len(x)} tokens: relative error {error}")
     return error
 
 # %% ../nbs/28_bench_kernels_moe.ipynb #ed5e604f

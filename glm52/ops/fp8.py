@@ -33,6 +33,11 @@ class Fp8Weight(NamedTuple):
 def _blocks(n): return -(-n // BLOCK)
 
 
+def _over_max(amax):
+    "amax / 448, rounded once: divided by a Python number, torch multiplies by its reciprocal on a GPU, and a value midway between two of e4m3 falls to the other side."
+    return amax / torch.full((), E4M3_MAX, dtype=amax.dtype, device=amax.device)
+
+
 def _spread(scale_inv, rows, cols):
     "One scale for each value: repeat along both axes, cut the partial last blocks."
     return scale_inv.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :cols]
@@ -46,7 +51,7 @@ def quantize_weight(
     w32 = w.float()
     padded = F.pad(w32, (0, _blocks(cols) * BLOCK - cols, 0, _blocks(rows) * BLOCK - rows))
     tiles = padded.view(*lead, _blocks(rows), BLOCK, _blocks(cols), BLOCK)
-    scale_inv = tiles.abs().amax(dim=(-3, -1)).clamp_min(1e-12) / E4M3_MAX
+    scale_inv = _over_max(tiles.abs().amax(dim=(-3, -1)).clamp_min(1e-12))
     q = (w32 / _spread(scale_inv, rows, cols)).clamp(-E4M3_MAX, E4M3_MAX)
     return Fp8Weight(q.to(torch.float8_e4m3fn), scale_inv)
 
@@ -70,7 +75,7 @@ def quantize_activation(
     x32 = x.float()
     width = x32.shape[-1]
     groups = F.pad(x32, (0, _blocks(width) * BLOCK - width)).unflatten(-1, (-1, BLOCK))
-    scale = groups.abs().amax(-1).clamp_min(1e-10) / E4M3_MAX
+    scale = _over_max(groups.abs().amax(-1).clamp_min(1e-10))
     q = (groups / scale[..., None]).clamp(-E4M3_MAX, E4M3_MAX).flatten(-2)[..., :width]
     return q.to(torch.float8_e4m3fn), scale
 
@@ -90,7 +95,7 @@ def quantize_index(
 ) -> tuple[Tensor, Tensor]:  # e4m3 [..., 128], fp32 power-of-two scale [...]
     "One scale for each vector, 2^ceil(log2(max(amax, 1e-4) / 448)): dividing by it loses nothing."
     x32 = x.float()
-    mantissa, exponent = torch.frexp(x32.abs().amax(-1).clamp_min(1e-4) / E4M3_MAX)
+    mantissa, exponent = torch.frexp(_over_max(x32.abs().amax(-1).clamp_min(1e-4)))
     exponent = exponent - (mantissa == 0.5).int()      # 2^n is 0.5 * 2^(n+1) to frexp, and its log2 needs no ceil
     scale = torch.ldexp(torch.ones_like(mantissa), exponent)
     return (x32 / scale[..., None]).to(torch.float8_e4m3fn), scale

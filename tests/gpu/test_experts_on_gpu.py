@@ -22,8 +22,9 @@ def test_linear(n, k, form):
     w = quantize_weight(normal(n, k))
     x = normal(700, k, seed=1).bfloat16()
     for rows in (1, 2, 7, 16, 17, 33, 64, 65, 300, 700):
-        got = fp8.linear_fp8(x[:rows], w, form=form)
-        assert relative_error(naive_linear_fp8(x[:rows], w, torch.float32), got) < 5e-3, rows
+        got, wide = (fp8.linear_fp8(x[:rows], w, kind, form) for kind in (torch.bfloat16, torch.float32))
+        assert relative_error(naive_linear_fp8(x[:rows], w, torch.float32), wide) < 1e-3, rows      # the matrix unit's sums; one value of e4m3 beside its place is 4e-3 in a row of 2,048
+        assert torch.equal(got, wide.bfloat16())
         assert torch.equal(got, fp8.linear_fp8(x[:rows], w, form=form))
         assert torch.equal(got[-1:], fp8.linear_fp8(x[rows - 1:rows], w, form=form)), f"a row alone has other bits than among {rows}"
     assert fp8.linear_fp8(x[:3], w, torch.float32).dtype == torch.float32
@@ -37,11 +38,12 @@ def test_weights_that_share_rows_have_the_bits_they_have_alone():
         for w, got in zip(weights, fp8.linears_fp8(x, weights), strict=True): assert torch.equal(got, fp8.linear_fp8(x, w))
 
 
-def test_rows_are_quantised_to_the_bits_of_the_plain_form():
+def test_rows_are_quantised_to_the_bits_of_the_plain_form_and_of_the_cpu():
     x = (normal(33, 6144) * torch.logspace(-5, 5, 33, device="cuda")[:, None]).bfloat16()
     x[7] = 0
     q, scale = fp8.quantize_rows(x)
     want, want_scale = quantize_activation(x)
+    for here, there in zip((want.view(torch.uint8), want_scale), quantize_activation(x.cpu())): assert torch.equal(here.cpu(), there.view(here.dtype))
     assert torch.equal(scale[:, :33].T, want_scale) and torch.equal(q.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -96,11 +98,11 @@ def test_experts(layer, tokens):
     got = moe.moe_fp8(x, ids, weights, *layer, debug=True)
     assert torch.equal(got, moe.moe_fp8(x, ids, weights, *layer))
     last = slice(max(0, tokens - 2), tokens)
-    assert relative_error(plain_experts(x[last], ids[last], weights[last], *layer), got[last]) < 3e-2
+    assert relative_error(plain_experts(x[last], ids[last], weights[last], *layer), got[last]) < 1.2e-2
     assert torch.equal(got[-1:], moe.moe_fp8(x[-1:], ids[-1:], weights[-1:], *layer, how=moe.plan(tokens)))
     for how in moe.PLANS.values():
         if how["rows"] <= 16 and tokens > 700: continue
-        assert relative_error(got, moe.moe_fp8(x, ids, weights, *layer, how=how)) < 3e-2
+        assert relative_error(got, moe.moe_fp8(x, ids, weights, *layer, how=how)) < 1.2e-2
     routed = moe.moe_fp8(x, ids, weights, *layer[:2])
     assert not torch.equal(routed, got)
 
@@ -110,7 +112,7 @@ def test_everybody_chooses_the_same_experts(layer):
         x, _, weights = some_tokens(tokens)
         ids = torch.tensor([250, 3, 255, 0, 77, 12, 128, 9], device="cuda").expand(tokens, 8)
         got = moe.moe_fp8(x, ids, weights, *layer)
-        assert relative_error(plain_experts(x[-2:], ids[-2:], weights[-2:], *layer), got[-2:]) < 3e-2
+        assert relative_error(plain_experts(x[-2:], ids[-2:], weights[-2:], *layer), got[-2:]) < 1.2e-2
 
 
 def test_a_captured_graph_serves_other_choices(layer):

@@ -191,6 +191,7 @@ class Engine:
         acceptance: str = "coupled",          # "coupled" changes no token, "rejection" keeps the distribution and accepts more
         overlap: bool | None = None,          # for servers: make a step's text while the device computes the next; None: on a GPU
         adaptive_depth: bool = False,         # fewer drafts for requests whose drafts are often wrong
+        graphs: str | None = None,            # None: decode steps are replayed from CUDA graphs where they can; "eager" does not, to compare with
     ):
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS: raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; it can be 0 to {MAX_DRAFTS}")
         if max_model_len is not None and max_model_len > decoder.config.max_position_embeddings:
@@ -201,7 +202,7 @@ class Engine:
         caches = Caches.new(decoder.config, pages, decoder.dtype, decoder.device, latent_cache, index_cache, num_speculative_tokens > 0)
         self.decoder, self.tokenizer = decoder, tokenizer
         self.overlap = decoder.device.type != "cpu" if overlap is None else overlap
-        self.runner = Runner(decoder, pages, caches, num_speculative_tokens > 0, acceptance)
+        self.runner = Runner(decoder, pages, caches, num_speculative_tokens > 0, acceptance, graphs=graphs)
         self.drafts = DraftCounts(num_speculative_tokens, adaptive_depth)
         pool = PrefixCache(pages, PAGE_SIZE, version=1) if enable_prefix_caching else PagePool(pages)
         self.scheduler = Scheduler(pool, self.max_model_len, max_num_seqs, max(max_num_batched_tokens, max_num_seqs), max_waiting)
@@ -227,8 +228,9 @@ class Engine:
                 "preemptions": s.preemptions, **self.totals}
 
     def implementations(self) -> list[dict[str, str]]:
-        "Which implementation runs each op, and why."
-        return [{"op": op, "implementation": name, "why": why} for op, name, why in self.decoder.backends.table()]
+        "Which implementation runs each op, how decode steps run, and why."
+        table = [*self.decoder.backends.table(), ("decode step", self.runner.way, self.runner.why)]
+        return [{"op": op, "implementation": name, "why": why} for op, name, why in table]
 
 # %% ../../nbs/18_engine.ipynb #0e323054
 def default_pages(
@@ -492,6 +494,7 @@ def _sleep(
     outputs = self.pause(running, arriving)
     self.scheduler.preempt_all()
     self.reset_prefix_cache()
+    if self.runner.graphs is not None: self.runner.graphs.forget()
     self.memory = Memory(self.decoder, self.runner.page_tensors())
     self.sums = self.memory.sums() if level == 2 else None
     self.memory.release(level)

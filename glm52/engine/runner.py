@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..device import resolve
+from .graphs import new_graphs, shifted
 from .sampling import IMPLEMENTATIONS, SamplingBatch, SamplingParams, SamplingTable, TokenCounts, process, sample, sampling_batch, top_logprobs
 from .scheduler import Rows, Sequence, Step
 from .speculation import ACCEPTANCE, MAX_DRAFTS, Chains, Verdict, accept_coupled, accept_rejection, log_distribution
 from ..model.decoder import Caches, Decoder
-from ..model.mtp import draft, mtp_forward, mtp_keep
+from ..model.mtp import guess, later_steps, mtp_forward, mtp_keep
 from ..model.plan import StepPlan
 from ..ops.cache import PAGE_SIZE
 
@@ -144,6 +145,7 @@ class Runner:
         speculate: bool = False,       # whether steps may have drafts: the MTP layer's rows are then kept up to date
         acceptance: str = "coupled",   # which drafts are right: one of `ACCEPTANCE`
         sampler: str = "torch",        # what chooses tokens; "triton" is the kernel
+        graphs: str | None = None,     # how decode steps run, see `new_graphs`
     ):
         self.decoder, self.device, self.vocab_size = decoder, decoder.device, decoder.config.vocab_size
         self.caches = caches if caches is not None else Caches.new(decoder.config, num_pages, decoder.dtype, decoder.device, mtp=speculate)
@@ -151,6 +153,7 @@ class Runner:
         if speculate and decoder.mtp is None: raise ValueError("this model has no MTP layer, so it cannot speculate; use num_speculative_tokens=0")
         self.acceptance, self.memory = acceptance, HiddenStates(decoder, num_pages) if speculate else None
         self.sample = partial(sample, choose=resolve("sample", IMPLEMENTATIONS, sampler, self.device))
+        self.graphs, self.way, self.why = new_graphs(decoder, self.caches, speculate, graphs)
         self.tables, self.wishes, self.counts = PageTables(), SamplingTable(), TokenCounts(self.vocab_size, self.device)
         self.free_lines: list[int] = []
         self.lines = 0
@@ -204,8 +207,10 @@ def _run(
         before = guesses = verdict = found = None
         if self.memory is not None: before = self.memory.before(arrays, self._lines(step))
         if chains.granted.any(): guesses = _guess(self, step, sampled, chains, arrays, plan, before)
-        hidden = self.decoder.forward(plan, self.caches)
-        if self.memory is not None: _follow(self, plan, hidden, before)
+        hidden = self.graphs.step(plan, max(rows.count for rows in step.rows), before) if self.graphs is not None else None
+        if hidden is None:
+            hidden = self.decoder.forward(plan, self.caches)
+            if self.memory is not None: _follow(self, plan, hidden, before)
         if len(sampled): verdict, found = _sample_rows(self, step, sampled, chains, hidden[plan.sample_rows], guesses)
         if self.memory is not None: self.memory.keep(arrays, self._lines(step), hidden, _last_right(plan, newest, sampled, verdict))
         meanwhile()
@@ -216,9 +221,7 @@ def _run(
 
 def _follow(self: Runner, plan: StepPlan, hidden: Tensor, before: Tensor):
     "The MTP layer's rows at the slots of this step's rows: each token with the hidden state before it."
-    previous = hidden.roll(1, 0)
-    previous[plan.query_start[:-1]] = before
-    mtp_keep(self.decoder, plan, previous, self.caches)
+    mtp_keep(self.decoder, plan, shifted(plan, hidden, before), self.caches)
 
 
 def _last_right(plan: StepPlan, newest: np.ndarray, sampled: np.ndarray, verdict: Verdict | None) -> Tensor:
@@ -243,10 +246,12 @@ def _guess(self: Runner, step: Step, sampled: np.ndarray, chains: Chains, arrays
     "Draft for every chain that may, and put the tokens into the plan."
     some = np.flatnonzero(chains.granted)
     requests, here = (torch.from_numpy(x).to(self.device, non_blocking=True) for x in (sampled[some], some))
-    rows = mtp_forward(self.decoder, _first_rows(plan, requests, int(arrays["context_len"][sampled[some]].max())), before[requests], self.caches)
+    first, before = _first_rows(plan, requests, int(arrays["context_len"][sampled[some]].max())), before[requests]
+    begun = self.graphs.first_draft(first, before) if self.graphs is not None else None
+    if begun is None: begun = later_steps(self.decoder, mtp_forward(self.decoder, first, before, self.caches), torch.arange(len(some), device=self.device), self.caches)
     drawn, log_q = [], [] if self.acceptance == "rejection" else None
     choose = _chooser(self, [step.rows[i] for i in sampled[some].tolist()], drawn, log_q)
-    draft(self.decoder, rows, torch.arange(len(some), device=self.device), self.caches, int(chains.granted.max()), choose, keep_logits=False)
+    guess(self.decoder, *begun, int(chains.granted.max()), choose, keep_logits=False)
     tokens = torch.full(chains.real.shape, -1, device=self.device)
     tokens[here] = torch.stack(drawn, 1)
     guesses = Guesses(tokens)

@@ -173,13 +173,13 @@ class Step:
         "Positions [T, K] int32 by index score; places before `first` hold no row and are kept out."
         plan, first = self.plan, self.first
 
-        def scores(*args):
-            table = backends.index_scores(*args)
+        def scores(*args, **known):
+            table = backends.index_scores(*args, **known)
             table[:, :first] = torch.inf      # certain to be chosen, and then struck out
             return table
 
         return select(q, gate, index_cache, plan.page_table, plan.query_start, plan.limit, self.config.index_topk + first,
-                      scores=scores if first else backends.index_scores, topk=backends.topk)[:, first:]
+                      scores=scores if first else backends.index_scores, topk=backends.topk, max_rows=plan.max_rows)[:, first:]
 
     def read(self, layer: int) -> Tensor:
         "The cache slots [T, K] that `layer` attends to."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PlainMtp', 'naive_mtp', 'plain_hidden', 'naive_draft', 'MtpStep', 'MtpRows', 'mtp_forward', 'mtp_keep', 'DraftStep',
-           'greedy', 'draft', 'accepted_rows']
+           'greedy', 'later_steps', 'guess', 'draft', 'accepted_rows']
 
 # %% ../../nbs/12_mtp.ipynb #af149d25
 from collections.abc import Callable, Sequence
@@ -177,6 +177,42 @@ def greedy(logits: Tensor, k: int) -> Tensor:
     return logits.argmax(-1)
 
 
+def later_steps(
+    model: Decoder,   # with an MTP layer
+    rows: MtpRows,    # of step 0
+    last: Tensor,     # [B] int64, each request's newest row in it
+    caches: Caches,   # read only
+) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:  # g [B, d] of those rows; and what makes the next g from the tokens [B] of step k - 1, and k
+    "The steps after step 0: one row a request, all of them reading what step 0 chose."
+    plan, g = rows.step.plan, rows.hidden[last]
+    position, slots = plan.positions[last], rows.step.slots[model.mtp.number][last]
+
+    def again(tokens: Tensor, k: int) -> Tensor:
+        nonlocal g
+        g = model.mtp(g, DraftStep(model, _draft_plan(plan, tokens, position + k), slots), caches)
+        return g
+    return g, again
+
+
+@torch.inference_mode()
+def guess(
+    model: Decoder,   # with an MTP layer
+    g: Tensor,        # [B, d] of step 0
+    again: Callable[[Tensor, int], Tensor],  # of `later_steps`
+    count: int,       # how many tokens to guess
+    choose: Callable[[Tensor, int], Tensor] = greedy,  # logits [B, V] fp32 and the step's number -> tokens [B]
+    keep_logits: bool = True,  # False: of a large vocabulary they are many
+) -> tuple[Tensor, Tensor | None]:  # guesses [B, count] int64, their logits [B, count, V] fp32
+    "Guess `count` tokens for every request, one a step."
+    tokens, scores = [], []
+    for k in range(count):
+        if k: g = again(tokens[-1], k)
+        logits = model.logits(g)
+        tokens.append(choose(logits, k))
+        if keep_logits: scores.append(logits)
+    return torch.stack(tokens, 1), torch.stack(scores, 1) if keep_logits else None
+
+
 @torch.inference_mode()
 def draft(
     model: Decoder,   # with an MTP layer
@@ -184,19 +220,11 @@ def draft(
     last: Tensor,     # [B] int64, each request's newest row in it
     caches: Caches,   # read only
     count: int,       # how many tokens to guess
-    choose: Callable[[Tensor, int], Tensor] = greedy,  # logits [B, V] fp32 and the step's number -> tokens [B]
-    keep_logits: bool = True,  # False: of a large vocabulary they are many
+    choose: Callable[[Tensor, int], Tensor] = greedy,  # as in `guess`
+    keep_logits: bool = True,  # as in `guess`
 ) -> tuple[Tensor, Tensor | None]:  # guesses [B, count] int64, their logits [B, count, V] fp32
-    "Guess `count` tokens for every request: one row a request and step, all of them reading what step 0 chose."
-    plan, g = rows.step.plan, rows.hidden[last]
-    position, slots = plan.positions[last], rows.step.slots[model.mtp.number][last]
-    tokens, scores = [], []
-    for k in range(count):
-        if k: g = model.mtp(g, DraftStep(model, _draft_plan(plan, tokens[-1], position + k), slots), caches)
-        logits = model.logits(g)
-        tokens.append(choose(logits, k))
-        if keep_logits: scores.append(logits)
-    return torch.stack(tokens, 1), torch.stack(scores, 1) if keep_logits else None
+    "Guess from what step 0 left."
+    return guess(model, *later_steps(model, rows, last, caches), count, choose, keep_logits)
 
 
 def _draft_plan(plan, tokens, positions):

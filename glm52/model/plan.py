@@ -52,7 +52,8 @@ class StepPlan:
     limit: Tensor         # [T] int64, positions that the row may see: its own + 1
     sample_rows: Tensor   # [N] int64, rows whose logits are wanted
     capture_rows: Tensor | None  # [T] bool, or None if nothing is kept
-    longest: int          # the largest limit, known without asking the device
+    longest: int          # the largest limit, or more: known without asking the device
+    max_rows: int | None = None  # most rows of a request. Where it is given, no part of the step may wait for the device
 
     def __len__(self) -> int: return len(self.token_ids)
 

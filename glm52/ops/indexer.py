@@ -85,6 +85,7 @@ def paged_index_scores(
     page_table: Tensor,   # [B, pages] int32
     query_start: Tensor,  # [B + 1], rows of request b: query_start[b] to query_start[b + 1]
     limit: Tensor,        # [T] int64
+    max_rows: int | None = None,  # most query rows of a request, where known: for kernels, which then need not wait for the device
 ) -> Tensor:              # [T, pages * 64] fp32
     "Tile by tile over the pages of each request; one row's bits never depend on the other rows."
     if index_cache.dtype == torch.uint8 and q.dtype != torch.float8_e4m3fn:     # FP8 keys meet FP8 queries

@@ -99,15 +99,23 @@ def select(
     k: int,               # index_topk
     scores: Callable = paged_index_scores,  # the bound implementation of index_scores
     topk: Callable = topk_torch,            # the bound implementation of topk
+    max_rows: int | None = None,  # most query rows of a request. If given, nothing here waits for the device, at the price of scoring every row
 ) -> Tensor:              # [T, k] int32, ascending positions, -1 after the last
-    "Positions that each row attends to. A row that sees at most k takes them all and is never scored."
+    "Positions that each row attends to. A row that sees at most k takes them all, whatever its scores."
     everything = torch.arange(k, dtype=torch.int32, device=q.device).expand(len(limit), k)
     chosen = everything.masked_fill(everything >= limit[:, None], -1)
+    step = max(1, SCRATCH // (4 * PAGE_SIZE * page_table.shape[1]))
+    if max_rows is not None:
+        for low in range(0, len(limit), step):
+            rows = slice(low, min(low + step, len(limit)))
+            part = query_start if step >= len(limit) else (query_start - low).clamp(0, rows.stop - low)
+            table = scores(q[rows], gate[rows], index_cache, page_table, part, limit[rows], max_rows=max_rows)
+            chosen[rows] = torch.where((limit[rows] > k)[:, None], topk(table, limit[rows], k), chosen[rows])
+        return chosen
     long = (limit > k).nonzero().flatten()
     if len(long) == 0: return chosen
     before = torch.nn.functional.pad((limit > k).cumsum(0), (1, 0))      # scored rows before row t
     starts = before[query_start.long()]
-    step = max(1, SCRATCH // (4 * PAGE_SIZE * page_table.shape[1]))
     for low in range(0, len(long), step):
         rows = long[low:low + step]
         part = (starts - low).clamp(0, len(rows))

@@ -20,6 +20,15 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
 
 
+def kernels():
+    "Of nano and of the wide cut: attention of each number of rows, alone and with a fixed split, and the lists that either chooses."
+    from glm52.kernels import sparse_mla, topk
+    few, many = (*range(1, 40), 64, 200), (1, 2, 4, 6, 8, 11, 12, 64, 256)
+    attention = {(heads, *sparse_mla.plan(rows, heads), False) for heads, numbers in ((8, few), (64, many)) for rows in numbers} | {(8, *sparse_mla.plan(1, 8, 2), False)}
+    lists = {topk.plan(rows, length, k) for k, numbers, lengths in ((256, few, (512,)), (257, few, (512,)), (2048, many, (5056, 8192)), (2049, many, (5056, 8192))) for rows in numbers for length in lengths}
+    return [("sparse_mla", *job) for job in sorted(attention)] + [("topk", *job) for job in sorted(lists)]
+
+
 def wide_config(**changes):
     "GLM-5.2's widths, three layers and the MTP layer: dense with an indexer, sparse with one, sparse without."
     return ModelConfig.from_dict(dict(

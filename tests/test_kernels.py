@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 from glm52.bench_kernels import BENCHES, Row, source_sha
 from glm52.cli import app
+from glm52.config import ModelConfig
 from glm52.device import missing_package, relative_error
 from glm52.kernels import (absorb, cache, fp8, head, indexer, indexer_prepare, moe, mtp, norm, norm_quant, rope, sampling, sparse_mla, sparse_mla_fp8,
                            sparse_prefill, topk)
+from glm52.model.checkpoint import resolve_model
 from glm52.model.decoder import IMPLEMENTATIONS, Backends, Caches, Capture, Decoder, fill, random_tensors, tiny_config as make_config
 from glm52.model.plan import RequestRows, StepPlan
 from glm52.ops.fp8 import quantize_index
@@ -248,6 +250,8 @@ def test_what_runs_each_op_on_a_hopper_gpu(monkeypatch):
     assert {op for op in odd if odd[op] == "torch"} == {"moe", "route", "absorb_queries", "absorb_values", "lm_head"}
     one_answer = Backends.choose("cuda", make_config(**whole), torch.bfloat16, deterministic=True)
     assert {op for op, name, _ in one_answer.table() if name == "batch_invariant"} == {"linear", "sparse_mla", "moe", "absorb_queries", "absorb_values", "lm_head"}
+    nano = Backends.choose("cuda", ModelConfig.from_dir(resolve_model("glm52-nano")), torch.bfloat16, deterministic=True)     # eight index heads are not refused
+    assert [getattr(nano, op).name for op in ("index_scores", "rms_norm", "layer_norm")] == ["triton"] * 3
     assert set(names(make_config(**whole), torch.bfloat16, **dict.fromkeys(IMPLEMENTATIONS, "torch")).values()) == {"torch"}
     assert {name for _, name, _ in Backends.choose("cpu").table()} == {"torch"}
 

@@ -661,6 +661,6 @@ def train_nano(
         now = Path(folder) / f"run-{number}"
         now.mkdir(parents=True, exist_ok=True)
         shutil.copy(tokenizer, now / "tokenizer.json")
-        train(now, seconds, recipe=recipe, start=before)
+        train(now, seconds, recipe=recipe, start=before, seed=number - 1)   # other items in every run
         before = now
     return before

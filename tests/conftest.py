@@ -1,6 +1,9 @@
 """What many tests share: a tiny random GLM-5.2-shaped model, in memory and on disk."""
+import importlib
 import json
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,3 +51,17 @@ def one_core():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def build(job):
+    "Compile one kernel; TileLang keeps it on disk, where the tests find it."
+    module, *shape = job
+    importlib.import_module(f"glm52.kernels.{module}").build(*shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request):
+    "A test file that launches TileLang's kernels on a GPU lists them in `kernels()`; they are compiled side by side first, for one takes nvcc half a minute."
+    if not hasattr(request.module, "kernels") or not torch.cuda.is_available(): return
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(build, request.module.kernels()))

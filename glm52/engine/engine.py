@@ -191,7 +191,7 @@ class Engine:
         acceptance: str = "coupled",          # "coupled" changes no token, "rejection" keeps the distribution and accepts more
         overlap: bool | None = None,          # for servers: make a step's text while the device computes the next; None: on a GPU
         adaptive_depth: bool = False,         # fewer drafts for requests whose drafts are often wrong
-        graphs: str | None = None,            # None: decode steps are replayed from CUDA graphs where they can; "eager" does not, to compare with
+        graphs: str | None = None,            # "graph": decode steps are replayed from CUDA graphs; None: eager, see `new_graphs`
     ):
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS: raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; it can be 0 to {MAX_DRAFTS}")
         if max_model_len is not None and max_model_len > decoder.config.max_position_embeddings:

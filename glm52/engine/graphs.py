@@ -246,15 +246,14 @@ def new_graphs(
     decoder: Decoder,
     caches: Caches,
     drafts: bool = False,        # whether the MTP layer's rows are kept
-    way: str | None = None,      # one of `WAYS`; None: recordings where nothing waits. The others are there to be compared with
+    way: str | None = None,      # one of `WAYS`; None: eager, until recordings have been compared with it on a GPU
 ) -> tuple[Graphs | None, str, str]:  # None for eager steps; the way, and why
     "How an engine's decode steps run."
     if way is not None and way not in WAYS: raise ValueError(f"graphs is {way!r}; it can be {', '.join(WAYS)}")
     if way == "eager": return None, way, "asked for"
+    if way is None: return None, "eager", waits(decoder, caches) or "recordings have not been compared with it on a GPU; graphs=\"graph\" asks for them"
     if way == "padded": return Graphs(decoder, caches, drafts, record=False), way, "asked for"
-    if reason := waits(decoder, caches):
-        if way == "graph": raise ValueError(f"decode steps cannot be recorded in CUDA graphs: {reason}")
-        return None, "eager", reason
+    if reason := waits(decoder, caches): raise ValueError(f"decode steps cannot be recorded in CUDA graphs: {reason}")
     graphs = Graphs(decoder, caches, drafts)
     beyond = "" if graphs.scores else f"; steps beyond {decoder.config.index_topk} positions are eager, for their scores or their top-k wait for the device"
-    return graphs, "graph", f"{way and 'asked for' or 'nothing waits for the device'}{beyond}"
+    return graphs, way, f"asked for{beyond}"

@@ -155,7 +155,7 @@ def test_nano_says_the_same(nano, drafts):
     "Chunked prompts, shared pages, preemption, and lengths on both sides of top-k."
     prompts = dict(enumerate(make_prompts(12, range(341, 1948))))
     prompts[12] = (prompts[4] + prompts[9])[:300]
-    engine, got = through(nano, None, drafts, prompts)
+    engine, got = through(nano, "graph", drafts, prompts)
     assert engine.runner.way == "graph" and can_score(nano) and any(s.scored for s in engine.runner.graphs.steps) and any(r.run.graph for r in engine.runner.graphs.steps.values())
     assert got == through(nano, "padded", drafts, prompts)[1]
     eager = through(nano, "eager", drafts, prompts)[1]
@@ -166,7 +166,7 @@ def test_nano_says_the_same(nano, drafts):
 
 def test_sleep_and_wake(nano):
     prompts = dict(enumerate(make_prompts(6, range(341, 1948))))
-    engine = Engine(nano, None, max_model_len=512, num_pages=60, num_speculative_tokens=3, max_num_seqs=4)
+    engine = Engine(nano, None, max_model_len=512, num_pages=60, num_speculative_tokens=3, max_num_seqs=4, graphs="graph")
     before = answers(engine, prompts, 1.0, 16)
     engine.sleep(1)
     assert not engine.runner.graphs.steps and not engine.runner.graphs.chains
@@ -181,6 +181,6 @@ def test_deterministic_mode_gives_one_answer_with_graphs(drafts):
     "Here padding may not show at all."
     model = load_model("glm52-nano", "bfloat16", "cuda", quantize="all", deterministic=True, notice=lambda text: None)
     prompts = dict(enumerate(make_prompts(10, range(341, 1948))))
-    engine, got = through(model, None, drafts, prompts, 1.0, max_num_seqs=10)
+    engine, got = through(model, "graph", drafts, prompts, 1.0, max_num_seqs=10)
     assert engine.runner.way == "graph"
     assert got == through(model, "eager", drafts, prompts, 1.0, max_num_seqs=1)[1]

@@ -1393,6 +1393,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'glm52.ops.sparse_mla': { 'glm52.ops.sparse_mla._attend': ('sparse_mla.html#_attend', 'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla._group_after_group': ( 'sparse_mla.html#_group_after_group',
                                                                                    'glm52/ops/sparse_mla.py'),
+                                      'glm52.ops.sparse_mla._products': ('sparse_mla.html#_products', 'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla._rows_by_width': ('sparse_mla.html#_rows_by_width', 'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla.kernel_limit': ('sparse_mla.html#kernel_limit', 'glm52/ops/sparse_mla.py'),
                                       'glm52.ops.sparse_mla.naive_sparse_mla': ( 'sparse_mla.html#naive_sparse_mla',

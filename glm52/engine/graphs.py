@@ -194,8 +194,7 @@ class Graphs:
     def forget(self) -> None:
         "Drop all recordings: addresses have changed, or the memory is needed."
         self.recorder = Recorder(self.decoder.device) if self.record else None
-        self.steps: dict[Shape, StepRecording] = {}
-        self.chains: dict[Shape, DraftRecording] = {}
+        self.steps, self.chains = dict[Shape, StepRecording](), dict[Shape, DraftRecording]()
 
     def _shape(self, plan: StepPlan, rows: int) -> Shape | None:
         shape = shape_of(plan, rows, self.decoder.config.index_topk)

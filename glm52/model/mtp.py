@@ -193,7 +193,7 @@ def later_steps(
         return g
     return g, again
 
-
+# %% ../../nbs/12_mtp.ipynb #b7c41e02
 @torch.inference_mode()
 def guess(
     model: Decoder,   # with an MTP layer

@@ -54,9 +54,15 @@ def _attend(q, latent_cache, slots, scale, rope_dim):
     absent = slots < 0
     present = torch.where(absent, slots.amax(1, keepdim=True), slots)      # stand-ins: one of the row's own
     kv = read_latent(latent_cache, present.flatten(), rope_dim, q.dtype).float().view(*slots.shape, -1)
-    scores = torch.bmm(q.float(), kv.transpose(1, 2)).mul_(scale)
+    scores = _products(q.float(), kv.transpose(1, 2)).mul_(scale)
     p = scores.masked_fill_(absent[:, None], -torch.inf).softmax(-1)
-    return torch.bmm(p, kv[..., :-rope_dim]).to(q.dtype)
+    return _products(p, kv[..., :-rope_dim]).to(q.dtype)
+
+
+def _products(a, b):
+    "A batched product whose matrices know nothing of each other. On a CPU the library splits a lone one's sums among threads, so it gets a twin, which another thread computes."
+    if len(a) > 1 or a.is_cuda or torch.get_num_threads() == 1: return torch.bmm(a, b)
+    return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
 
 # %% ../../nbs/07_sparse_mla.ipynb #b6a91e3b
 def sparse_mla_torch(

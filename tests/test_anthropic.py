@@ -135,7 +135,7 @@ def test_thinking_and_tool_results_reach_the_template():
 
 
 @pytest.mark.parametrize("change,status,says", [({"max_tokens": None}, 400, "max_tokens"), ({"max_tokens": 0}, 400, "max_tokens"), ({"messages": []}, 400, "messages"), ({"messages": "hi"}, 400, "messages"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, 400, "boss"), ({"tool_choice": {"type": "any"}}, 400, "grammar"), ({"thinking": {"type": "maybe"}}, 400, "thinking"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, 400, "boss"), ({"tool_choice": {"type": "any"}}, 400, "declares none"), ({"tool_choice": {"type": "tool", "name": "drop"}, "tools": [PICK]}, 400, "drop"), ({"thinking": {"type": "maybe"}}, 400, "thinking"),
     ({"temperature": -1}, 400, "temperature"), ({"model": "other"}, 404, "other"), ({"stop_sequences": [7]}, 400, "stop_sequences")])
 def test_bad_input(change, status, says):
     with serving() as (client, _, url):

@@ -216,8 +216,8 @@ BAD = [  # body, status, what the message must say
     ({"messages": HI, "max_tokens": -1}, 400, "max_tokens"), ({"messages": HI, "max_completion_tokens": -1}, 400, "max_completion_tokens"),
     ({"messages": HI, "max_tokens": "many"}, 400, "max_tokens"), ({"messages": HI, "n": 0}, 400, "n is 0"), ({"messages": HI, "n": 1000}, 400, "128"),
     ({"messages": HI, "top_logprobs": 3}, 400, "logprobs"), ({"messages": HI, "logprobs": True, "top_logprobs": 21}, 400, "20"),
-    ({"messages": HI, "tool_choice": "required", "tools": [PICK]}, 400, "grammar"), ({"messages": HI, "tool_choice": {"type": "function"}}, 400, "grammar"),
-    ({"messages": HI, "response_format": {"type": "json_schema"}}, 400, "grammar"), ({"messages": HI, "reasoning_effort": "huge"}, 400, "reasoning_effort"),
+    ({"messages": HI, "tool_choice": "required"}, 400, "declares none"), ({"messages": HI, "tool_choice": {"type": "function", "function": {"name": "drop"}}, "tools": [PICK]}, 400, "drop"),
+    ({"messages": HI, "response_format": {"type": "json_schema"}}, 400, "has no schema"), ({"messages": HI, "response_format": {"type": "xml"}}, 400, "xml"), ({"messages": HI, "reasoning_effort": "huge"}, 400, "reasoning_effort"),
     ({"messages": HI, "thinking": {"type": "maybe"}}, 400, "thinking"), ({"messages": HI, "model": "gpt-4o"}, 404, "gpt-4o"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "surrogate"), ({"messages": HI, "logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"messages": HI, "max_tokens": 10**6}, 400, "maximum context length"), ({"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "9")]

@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Callable, Sequence as Some
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..chat.structured import Grammar, structure_of
 from ..chat.template import render
 from ..chat.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from .memory import Memory
@@ -106,6 +108,7 @@ class Choice:
     sequence: Sequence
     text: Detokenizer | None
     stops: StopStrings | None
+    grammar: Any = None      # binds the answer; its own
     begun: bool = False      # whether an output was made
     ended: bool = False
 
@@ -276,6 +279,7 @@ def _add(
     params: SamplingParams,
     priority: int = 0,            # lower goes first
     cache_salt: str = "",         # requests with different salts share no pages
+    grammar: Any = None,          # what binds the answer: a `Grammar` of the chapter structured
 ) -> Request:
     "Let a request wait for its turn. `RequestRefused`, `SamplingError` or `QueueFull` if it may not."
     if self.refuses and (self.paused or self.asleep): raise EngineClosed(f"the engine {'sleeps' if self.asleep else 'is paused'} and takes no requests meanwhile; try again later")
@@ -283,6 +287,8 @@ def _add(
     if not isinstance(cache_salt, str) or not cache_salt.isascii(): raise RequestRefused("cache_salt must be text of ASCII characters")
     if request_id in self.requests: raise RequestRefused(f"a request called {request_id!r} is under way; give each its own id")
     self.check(prompt_token_ids, params)
+    if grammar is not None and grammar.vocab_size != self.vocab_size:
+        raise RequestRefused(f"the grammar was compiled for {grammar.vocab_size} tokens, the model has {self.vocab_size}; give Grammar.compile this vocab_size")
     s = self.scheduler
     if s.waiting + params.n > s.max_waiting: raise QueueFull(f"{s.waiting} sequences are waiting, the queue holds {s.max_waiting}; try again later")
     request = Request(request_id, params, draw_seed() if params.seed is None else params.seed)
@@ -292,7 +298,8 @@ def _add(
         sequence = Sequence(f"{request_id}/{index}", list(prompt_token_ids), params.max_tokens, stop_ids, priority,
                             reuse=params.prompt_logprobs is None, salt=cache_salt, depth=self.drafts.depth)
         text = Detokenizer(self.tokenizer, params.skip_special_tokens) if params.detokenize and self.tokenizer is not None else None
-        choice = Choice(request, index, sequence, text, StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None)
+        choice = Choice(request, index, sequence, text, StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
+                        grammar.fork() if grammar is not None else None)
         s.add(sequence, request.choices[0].sequence if index and shared else None)
         request.choices.append(choice)
         self.choices[sequence.id] = choice
@@ -356,7 +363,7 @@ def _compute(self: Engine, meanwhile: Callable[[], None] = lambda: None, outputs
         if plan.rows[i].sequence.state is FINISHED: continue
         request = self.choices[plan.rows[i].sequence.id].request
         failed[request.id] = EngineError(f"request {request.id}: the model has no finite logit at position {plan.rows[i].start + plan.rows[i].count - plan.rows[i].drafts}; "
-                                         "its weights or its cache hold values that overflow, or logit_bias and min_tokens forbid every token")
+                                         "its weights or its cache hold values that overflow, or logit_bias, min_tokens and the grammar together forbid every token")
     for request_id in failed: self.abort(request_id)
     for i, accepted in result.accepted.items():
         if plan.rows[i].sequence.state is not FINISHED: self.drafts.add(plan.rows[i].sequence, plan.rows[i].drafts, accepted)
@@ -372,7 +379,7 @@ def _begin(self: Engine, sequence: Sequence):
     choice = self.choices[sequence.id]
     request, params = choice.request, choice.request.params
     scored = params.prompt_logprobs if choice.index == 0 else None
-    self.runner.start(sequence, params, request.seed, choice.index, sequence.stop_ids, scored)
+    self.runner.start(sequence, params, request.seed, choice.index, sequence.stop_ids, scored, choice.grammar)
 
 
 def _output(self: Engine, progress, scores: list[TokenScore] | None) -> StepOutput:
@@ -627,7 +634,7 @@ class LLM:
 # %% ../../nbs/18_engine.ipynb #25f96157
 def _generate(
     self: LLM,
-    prompts: str | dict | list,         # text, {"prompt_token_ids": [...]}, or a list of either
+    prompts: str | dict | list,         # text, {"prompt": text} or {"prompt_token_ids": [...]}, with a "grammar" where one binds the answer; or a list of these
     sampling_params: SamplingParams | list[SamplingParams] | None = None,  # one for all, or one each; None: the checkpoint's own, until the model ends
     use_tqdm: bool = True,              # show progress on a terminal
 ) -> list[RequestOutput]:               # in the order of the prompts
@@ -637,20 +644,21 @@ def _generate(
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params or self.defaults] * len(prompts)
     if len(params) != len(prompts): raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters; give one for all, or one each")
     asked = [_read_prompt(self, prompt, place) for place, prompt in enumerate(prompts)]
-    for (_, ids), p in zip(asked, params): self.engine.check(ids, p)
+    for (_, ids, _), p in zip(asked, params): self.engine.check(ids, p)
     waiting, results = list(reversed(range(len(asked)))), {}
     try: return _drive(self, asked, params, waiting, results, use_tqdm)
     finally:
         for result in results.values(): self.engine.abort(result.request_id)   # only after an exception is any still under way
 
 
-def _read_prompt(self: LLM, prompt, place: int) -> tuple[str | None, list[int]]:
-    "Text, if there was any, and ids of one prompt."
-    if isinstance(prompt, dict) and "prompt_token_ids" in prompt: return None, list(prompt["prompt_token_ids"])
+def _read_prompt(self: LLM, prompt, place: int) -> tuple[str | None, list[int], Any]:
+    "Text, if there was any, ids and grammar of one prompt."
+    grammar = prompt.get("grammar") if isinstance(prompt, dict) else None
+    if isinstance(prompt, dict) and "prompt_token_ids" in prompt: return None, list(prompt["prompt_token_ids"]), grammar
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     if not isinstance(text, str): raise ValueError(f'prompt {place} is {prompt!r:.60}; it must be text or {{"prompt_token_ids": [...]}}')
     if self.tokenizer is None: raise TokenizerError('this model has no tokenizer; give {"prompt_token_ids": [...]}')
-    return text, self.tokenizer.encode(text)
+    return text, self.tokenizer.encode(text), grammar
 
 
 def _drive(self: LLM, asked, params, waiting: list[int], results: dict[int, RequestOutput], show: bool) -> list[RequestOutput]:
@@ -671,12 +679,12 @@ def _drive(self: LLM, asked, params, waiting: list[int], results: dict[int, Requ
     return [results[place] for place in range(len(asked))]
 
 
-def _add_request(self: LLM, text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
+def _add_request(self: LLM, text: str | None, ids: list[int], grammar: Any, params: SamplingParams) -> RequestOutput:
     "Hand one request to the engine."
     self.count += 1
     if params.seed is None and self.seed is not None:
         params = SamplingParams(**{**{f: getattr(params, f) for f in params.__dataclass_fields__}, "seed": (self.seed + self.count) % 2**63})
-    request = self.engine.add(f"llm-{self.count}", ids, params)
+    request = self.engine.add(f"llm-{self.count}", ids, params, grammar=grammar)
     return RequestOutput(request.id, text, ids, [CompletionOutput(i, "", []) for i in range(params.n)], seed=request.seed)
 
 
@@ -692,6 +700,7 @@ def _chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool | None = None,
     chat_template_kwargs: dict | None = None,  # enable_thinking, reasoning_effort, …
+    response_format: dict | None = None,  # OpenAI's: json_object or json_schema binds the answer
     use_tqdm: bool = True,
 ) -> list[RequestOutput]:                # `text` is the raw answer; `glm52.chat.parsers.parse` takes it apart
     "Answer conversations; each is rendered by the chat template first."
@@ -699,7 +708,9 @@ def _chat(
     talks = messages if messages and isinstance(messages[0], list) else [messages]
     texts = [render(talk, tools, tokenizer=self.tokenizer, add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message, **(chat_template_kwargs or {})) for talk in talks]
-    return self.generate(texts, sampling_params, use_tqdm)
+    structure = structure_of(tools, response_format=response_format)
+    prompts = [{"prompt": text, "grammar": structure and Grammar.compile(structure, self.tokenizer, text, self.engine.vocab_size)} for text in texts]
+    return self.generate(prompts, sampling_params, use_tqdm)
 
 
 LLM.chat = _chat
@@ -843,6 +854,7 @@ async def _generate_stream(
     params: SamplingParams,
     priority: int = 0,            # lower goes first
     cache_salt: str = "",         # requests with different salts share no pages
+    grammar: Any = None,          # what binds the answer; see `Engine.add`
 ) -> AsyncIterator[StepOutput]:   # of all choices, as they come; the last of each has a `finish_reason`
     "Answer one prompt. Raises before the first output what `Engine.add` raises."
     if self.failure is not None: raise self.failure
@@ -851,7 +863,7 @@ async def _generate_stream(
     stream = Stream(asyncio.get_running_loop())
 
     def enter():
-        try: self.engine.add(request_id, prompt_token_ids, params, priority, cache_salt)
+        try: self.engine.add(request_id, prompt_token_ids, params, priority, cache_salt, grammar)
         except (RequestRefused, QueueFull, EngineClosed) as refusal: _call(stream.loop, stream.put, refusal)
         else: self.streams[request_id] = stream
 

@@ -486,12 +486,12 @@ def process(
     logits: Tensor,                              # [N, V] fp32; not changed
     batch: SamplingBatch,
     counts: tuple[Tensor, Tensor] | None = None,  # `TokenCounts.rows` of the penalised rows
-    mask: Tensor | None = None,                  # [N, ⌈V/32⌉] int32, a grammar's
+    mask: tuple[Tensor, Tensor] | None = None,   # rows [M] int64 that grammars bind, and their masks [M, ⌈V/32⌉] int32
 ) -> Tensor:                                     # [N, V] fp32: logits after the penalties; the logits themselves if no row asks for anything
     "The stages that every row goes through: masks, bias, penalties."
     if mask is None and batch.held_back is None and batch.bias is None and batch.penalised is None: return logits.float()
     z = logits.float().clone()
-    if mask is not None: z.masked_fill_(~unpack_mask(mask, z.shape[1]), -torch.inf)
+    if mask is not None: z[mask[0]] = z[mask[0]].masked_fill_(~unpack_mask(mask[1], z.shape[1]), -torch.inf)
     if batch.held_back is not None: z[batch.held_back] = -torch.inf
     if batch.bias is not None: z.index_put_(batch.bias[:2], batch.bias[2], accumulate=True)
     if batch.penalised is not None: _penalise(z, batch, *counts)
@@ -562,7 +562,7 @@ def sample(
     logits: Tensor,                              # [N, V] fp32
     batch: SamplingBatch,
     counts: tuple[Tensor, Tensor] | None = None,  # for the penalised rows
-    mask: Tensor | None = None,                  # [N, ⌈V/32⌉] int32, a grammar's
+    mask: tuple[Tensor, Tensor] | None = None,   # of the rows that grammars bind
     choose: Callable = choose,                   # or a kernel that does the same
 ) -> Samples:
     "Choose one token a row."

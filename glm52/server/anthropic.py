@@ -20,7 +20,7 @@ from ..chat.parsers import OutputParser
 from ..chat.template import render
 from ..chat.tokenizer import Tokenizer
 from .openai import ChatChoice, ChatRequest, chat_pieces
-from .protocol import (ApiError, EventStream, Fields, Generation, Service, api_error, body_schema, endpoint,
+from .protocol import (ApiError, EventStream, Fields, Generation, Service, api_error, bind, body_schema, endpoint,
                                    json_bytes, json_response, sampling_params, until_gone)
 
 # %% ../../nbs/24_anthropic.ipynb #8bca35d5
@@ -37,7 +37,7 @@ class MessagesRequest(Fields):
     top_k: int | None = None
     seed: int | None = None                     # ours: absent is drawn
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None   # {"type": "auto" | "none", "disable_parallel_tool_use": bool}
+    tool_choice: dict[str, Any] | None = None   # {"type": "auto" | "none" | "any" | "tool", "name": str, "disable_parallel_tool_use": bool}
     thinking: dict[str, Any] | None = None      # {"type": "enabled" | "adaptive" | "disabled", …}
     output_config: dict[str, Any] | None = None  # {"effort": "low" | … | "max"}
     metadata: dict[str, Any] | None = None      # accepted and unused
@@ -61,12 +61,8 @@ def thinking_options(
 def declared_tools(
     fields: MessagesRequest,
 ) -> list[dict] | None:   # tools that the model sees
-    "The declared tools, unless the request forbids them; what cannot be promised is refused."
-    kind = (fields.tool_choice or {"type": "auto"}).get("type")
-    if kind not in ("auto", "none"):
-        raise ApiError(f"tool_choice {kind!r} needs output bound by a grammar, which this version does not have; use 'auto' or 'none'",
-                       param="tool_choice", code="unsupported_value")
-    return None if kind == "none" or not fields.tools else fields.tools
+    "The declared tools, unless the request forbids them."
+    return None if (fields.tool_choice or {}).get("type") == "none" or not fields.tools else fields.tools
 
 
 def messages_prompt(tokenizer: Tokenizer, fields: MessagesRequest, tools: list[dict] | None) -> str:
@@ -212,8 +208,9 @@ async def messages(
     check_room(service, len(ids), fields.max_tokens)
     if fields.seed is None: fields.seed = secrets.randbits(63)
     params = sampling_params(service, fields, fields.max_tokens, stop=tuple(fields.stop_sequences or ()))
-    generation = Generation(service, f"msg_{uuid.uuid4().hex}", [ids], [params])
     chat = ChatRequest(parallel_tool_calls=not (fields.tool_choice or {}).get("disable_parallel_tool_use"))
+    grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, chat.parallel_tool_calls, None, text)
+    generation = Generation(service, f"msg_{uuid.uuid4().hex}", [ids], [params], grammar)
     calls = (fields.tool_choice or {}).get("type") != "none"
     pieces = chat_pieces(generation, [ChatChoice(service, chat, 0, OutputParser(tools, text, calls=calls))])
     events = message_events(service, fields, generation, pieces)

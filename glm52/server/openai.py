@@ -22,7 +22,7 @@ from fastapi.responses import Response
 from ..chat.parsers import OutputParser
 from ..chat.template import render
 from ..chat.tokenizer import Detokenizer, Tokenizer
-from .protocol import (ApiError, EventStream, Fields, Generation, SamplingFields, Service, api_error, body_schema, endpoint,
+from .protocol import (ApiError, EventStream, Fields, Generation, SamplingFields, Service, api_error, bind, body_schema, endpoint,
                        json_bytes, json_response, sampling_params, until_gone)
 
 # %% ../../nbs/23_openai.ipynb #63601ec6
@@ -284,11 +284,11 @@ class ChatRequest(SamplingFields):
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None         # OpenAI's newer name for max_tokens; it wins
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None  # "auto" or "none"
+    tool_choice: str | dict[str, Any] | None = None  # "auto", "none", "required", or a tool; see the chapter structured
     parallel_tool_calls: bool | None = True          # false: the answer ends after the first call
     logprobs: bool | None = False
     top_logprobs: int | None = None                  # alternatives at each token, 0 to 20
-    response_format: dict[str, Any] | None = None    # {"type": "text"}
+    response_format: dict[str, Any] | None = None    # text, json_object or json_schema
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: dict[str, Any] | None = None           # Z.ai: {"type": "enabled" | "disabled", "clear_thinking": bool}
@@ -320,17 +320,8 @@ def template_options(
 def tools_in_force(
     fields: ChatRequest,
 ) -> list[dict] | None:  # tools that the model sees
-    "The declared tools, unless the request forbids them; what cannot be promised is refused."
-    choice = fields.tool_choice
-    if choice is not None and choice not in ("auto", "none"):
-        what = "naming a tool" if isinstance(choice, dict) else repr(choice)
-        raise ApiError(f"tool_choice {what} needs output bound by a grammar, which this version does not have; use 'auto' or 'none'",
-                       param="tool_choice", code="unsupported_value")
-    kind = (fields.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise ApiError(f"response_format {kind!r} needs output bound by a grammar, which this version does not have; use 'text' and "
-                       "say in the prompt what form you want", param="response_format", code="unsupported_value")
-    return None if choice == "none" or not fields.tools else fields.tools
+    "The declared tools, unless the request forbids them."
+    return None if fields.tool_choice == "none" or not fields.tools else fields.tools
 
 # %% ../../nbs/23_openai.ipynb #bd941740
 class ChatChoice:
@@ -457,7 +448,8 @@ async def start_chat(
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     params = sampling_params(service, fields, service.budget(len(ids), getattr(fields, name), name),
                              (top or 0) if fields.logprobs else None, prompt_logprobs=scores)
-    generation = Generation(service, f"chatcmpl-{uuid.uuid4().hex}", [ids], [params])
+    grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, fields.parallel_tool_calls is not False, fields.response_format, text)
+    generation = Generation(service, f"chatcmpl-{uuid.uuid4().hex}", [ids], [params], grammar)
     choices = [ChatChoice(service, fields, i, OutputParser(tools, text, calls=fields.tool_choice != "none")) for i in range(fields.n)]
     return generation, chat_pieces(generation, choices)
 

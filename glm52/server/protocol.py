@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'KINDS', 'ApiError', 'json_bytes', 'json_response', 'read_json', 'read_body', 'Fields', 'SamplingFields',
-           'validate', 'Service', 'sampling_params', 'merge', 'in_time', 'Generation', 'ClientGone', 'until_gone',
-           'EventStream', 'endpoint', 'api_error', 'body_schema', 'live']
+           'validate', 'Service', 'sampling_params', 'bind', 'merge', 'in_time', 'Generation', 'ClientGone',
+           'until_gone', 'EventStream', 'endpoint', 'api_error', 'body_schema', 'live']
 
 # %% ../../nbs/23_endpoints.ipynb #ebf79adc
 import asyncio, json, logging, math, secrets, socket, threading, time, uuid
@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect
 
 import glm52
+from ..chat.structured import Grammar, GrammarError, structure_of
 from ..chat.template import TemplateError
 from ..chat.tokenizer import Tokenizer, TokenizerError
 from ..engine.engine import EngineClosed, EngineError
@@ -260,6 +261,23 @@ def sampling_params(
         param = next((name for name in _PLAIN if str(cause).startswith(name)), None)
         raise ApiError(str(cause), param=param) from None
 
+
+def bind(
+    service: Service,
+    tools: list[dict] | None,            # declared and not forbidden
+    tool_choice: str | dict | None,      # OpenAI's or Anthropic's form
+    parallel: bool,                      # whether more than one call may come
+    response_format: dict | None,        # OpenAI's
+    prompt: str,                         # rendered
+) -> Grammar | None:                      # None: the request promises nothing about its answer
+    "The grammar that a request's promises need; `ApiError` names the field that cannot be promised."
+    try:
+        structure = structure_of(tools, tool_choice, parallel, response_format)
+        return structure and Grammar.compile(structure, service.tokenizer, prompt, service.engine.vocab_size)
+    except GrammarError as cause:
+        field = str(cause).split(" ")[0].split(".")[0]
+        raise ApiError(str(cause), param=field if field in ("tool_choice", "tools", "response_format") else "response_format" if response_format else "tools") from None
+
 # %% ../../nbs/23_endpoints.ipynb #0ac8bbb2
 async def merge(
     streams: list[AsyncIterator],  # asynchronous iterators
@@ -314,7 +332,9 @@ class Generation:
         request_id: str,
         prompts: list[list[int]],       # token ids
         params: list[SamplingParams],   # one for each prompt
+        grammar: Grammar | None = None, # binds every answer
     ):
+        self.bound = {} if grammar is None else {"grammar": grammar}
         self.service, self.request_id, self.prompts, self.params = service, request_id, prompts, params
         self.choices = sum(p.n for p in params)
         self.arrived, self.first_token, self.ended = time.monotonic(), None, None
@@ -332,7 +352,7 @@ class Generation:
         engine, ids = self.service.engine, [f"{self.request_id}-{i}" for i in range(len(self.prompts))]
         self.service.active.add(self)
         try:
-            streams = [engine.generate(*each) for each in zip(ids, self.prompts, self.params)]
+            streams = [engine.generate(*each, **self.bound) for each in zip(ids, self.prompts, self.params)]
             async with aclosing(in_time(merge(streams), self.service.timeout)) as merged:
                 async for prompt, step in merged:
                     if step.token_ids and self.first_token is None: self.first_token = time.monotonic()

@@ -776,6 +776,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                             'glm52.eval.paired': ('eval.html#paired', 'glm52/eval.py'),
                             'glm52.eval.percent': ('eval.html#percent', 'glm52/eval.py'),
                             'glm52.eval.plot': ('eval.html#plot', 'glm52/eval.py'),
+                            'glm52.eval.ratio_interval': ('eval.html#ratio_interval', 'glm52/eval.py'),
                             'glm52.eval.raw_text': ('eval.html#raw_text', 'glm52/eval.py'),
                             'glm52.eval.speculation_table': ('eval.html#speculation_table', 'glm52/eval.py'),
                             'glm52.eval.tally': ('eval.html#tally', 'glm52/eval.py'),

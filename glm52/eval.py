@@ -6,8 +6,8 @@
 __all__ = ['Z95', 'GREEDY', 'SAMPLED', 'SELECTIONS', 'COLUMNS', 'SHORT', 'LONG', 'wilson', 'paired', 'Group', 'EvalError',
            'Question', 'ask', 'Way', 'Answer', 'from_engine', 'wire_messages', 'wire_request', 'raw_text', 'from_url',
            'bar', 'tally', 'correct', 'percent', 'with_selection', 'new_llm', 'Drafts', 'draft_along', 'acceptance',
-           'engine_acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate', 'accuracy_table',
-           'acceptance_table', 'speculation_table', 'column_table', 'verdict', 'plot']
+           'ratio_interval', 'engine_acceptance', 'from_transformers', 'compare_columns', 'Plan', 'evaluate',
+           'accuracy_table', 'acceptance_table', 'speculation_table', 'column_table', 'verdict', 'plot']
 
 # %% ../nbs/27_eval.ipynb #c7a1e7ab
 import asyncio, contextlib, gc, json, math, random, time
@@ -406,27 +406,39 @@ def acceptance(
 ) -> list[dict]:               # one row for each group
     "Acceptance by draft position and tokens a step, from the steps that an engine would have made through these answers."
     kept = [(q, a) for q, a in zip(questions, answers, strict=True) if a.ids]
-    steps: dict[str, list] = {q.group: [] for q in questions}
-    lengths: dict[str, list[int]] = {name: [] for name in steps}
+    walks: dict[str, list] = {q.group: [] for q in questions}
     while kept:
         size, batch = 0, []
         while kept and (not batch or size + len(kept[0][0].ids) + kept[0][1].tokens <= rows_at_once):
             size += len(kept[0][0].ids) + kept[0][1].tokens
             batch.append(kept.pop(0))
         found = draft_along(model, [(q.ids + a.ids, len(q.ids)) for q, a in batch], count, way, [q.number for q, _ in batch])
-        for (q, _), drafts in zip(batch, found):
-            lengths[q.group].append(len(drafts.hits))
-            steps[q.group] += drafts.walk()
-    return [_acceptance_row(name, made, lengths[name], count) for name, made in steps.items()]
+        for (q, _), drafts in zip(batch, found): walks[q.group].append(drafts.walk())
+    return [_acceptance_row(name, made, count) for name, made in walks.items()]
 
 
-def _acceptance_row(name: str, steps: list[tuple[int, int]], lengths: list[int], count: int) -> dict:
+def ratio_interval(
+    tops: Sequence[float],     # one for each answer
+    bottoms: Sequence[float],
+) -> tuple[float, float]:      # 95 %
+    "Of Σ top / Σ bottom over answers that are independent, though their steps are not: the ratio estimator's normal interval (Cochran, *Sampling Techniques*, §6.4)."
+    top, bottom = np.asarray(tops, float), np.asarray(bottoms, float)
+    middle, n = top.sum() / bottom.sum(), len(top)
+    half = 1.96 * math.sqrt(n / max(n - 1, 1) * ((top - middle * bottom) ** 2).sum()) / bottom.sum()
+    return middle - half, middle + half
+
+
+def _acceptance_row(name: str, walks: list[list[tuple[int, int]]], count: int) -> dict:
     "Of the steps that reached guess j, how many accepted it; tokens a step, over all steps, the most that answers so short allow, and over steps with room for every guess and one more."
+    steps, answers = [step for walk in walks for step in walk], len(walks)
+    walks = [walk for walk in walks if walk]          # an answer of one token has no step
+    lengths = [walk[0][1] for walk in walks]
     reached = [sum(accepted >= j and left > j for accepted, left in steps) for j in range(count)]
     taken = [sum(accepted > j for accepted, _ in steps) for j in range(count)]
     full = [accepted + 1 for accepted, left in steps if left > count]
-    return {"group": name, "answers": len(lengths), "steps": len(steps), "reached": reached, "accepted": taken,
-            "mean": sum(min(a + 1, left) for a, left in steps) / max(len(steps), 1),
+    return {"group": name, "answers": answers, "steps": len(steps), "reached": reached, "accepted": taken,
+            "mean": sum(lengths) / max(len(steps), 1),
+            "interval": ratio_interval(lengths, [len(walk) for walk in walks]) if walks else None,
             "most": sum(lengths) / max(sum(-(-n // (count + 1)) for n in lengths), 1), "full_steps": len(full), "mean_full": sum(full) / max(len(full), 1)}
 
 # %% ../nbs/27_eval.ipynb #624149d1
@@ -608,10 +620,14 @@ def acceptance_table(result: dict) -> Table:
 
 
 def speculation_table(result: dict) -> Table:
-    "The engine's own counters."
-    table = Table("questions", "way", "tokens a step", "steps", "accepted by position")
+    "The engine's own counters, beside the plain loop where it walked the same answers."
+    table = Table("questions", "way", "tokens a step", "plain loop (95 %)", "steps", "accepted by position")
+    loop = {(part["way"], r["group"]): r for part in result["acceptance"] for r in part["rows"]}
     for part in result.get("speculation", ()):
-        for r in part["rows"]: table.add_row(r["group"], part["way"], f"{r['mean']:.2f}", str(r["steps"]), " ".join(map(str, r["accepted"])))
+        for r in part["rows"]:
+            same = loop.get((part["way"], r["group"]))
+            beside = "{:.3f} ({:.2f}–{:.2f})".format(same["mean"], *same["interval"]) if same and same["interval"] else "-"
+            table.add_row(r["group"], part["way"], f"{r['mean']:.3f}", beside, str(r["steps"]), " ".join(map(str, r["accepted"])))
     return table
 
 # %% ../nbs/27_eval.ipynb #7319c309

@@ -242,9 +242,22 @@ def test_a_walk_makes_the_steps_of_an_engine():
     hits = np.array([[T, T], [F, T], [T, F], [F, F], [T, F], [T, T]])
     walked = Drafts(hits).walk()        # 6 tokens to come: 3 + 1 (its guess was wrong) + ...
     assert walked == [(2, 6), (0, 3), (1, 2)]
-    row = module._acceptance_row("x", walked, [6], 2)
+    row = module._acceptance_row("x", [walked], 2)
     assert (row["answers"], row["mean"], row["most"]) == (1, 2.0, 3.0)
     assert row["reached"] == [3, 2] and row["accepted"] == [2, 1] and (row["full_steps"], row["mean_full"]) == (2, 2.0)
+    assert row["interval"] == (2.0, 2.0)          # one answer says nothing of the spread
+
+
+def test_the_interval_of_tokens_a_step_holds_the_truth_as_often_as_it_says():
+    "Answers differ more than their steps: an interval over steps would be too narrow."
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        share = rng.beta(4, 2, 60)                                   # of guesses accepted in each answer
+        steps = rng.integers(4, 30, 60)
+        tokens = [1 + rng.binomial(5, p, n).mean() for p, n in zip(share, steps)] * steps
+        low, high = module.ratio_interval(tokens, steps)
+        held += low <= 1 + 5 * 4 / 6 <= high
+    assert 0.91 < held / 400 < 0.98
 
 
 def test_sampled_drafts_use_the_noise_of_the_target(llm, questions):

@@ -175,11 +175,11 @@ def test_the_engine_keeps_the_distribution_too(monkeypatch):
     model = torch.randn(V, V, generator=g)
     draft = model + torch.randn(V, V, generator=g)
 
-    def guess(self, step, sampled, chains, arrays, plan, before):
+    def guess(self, step, sampled, chains, arrays, plan, before, masks):
         "The runner's own, with logits that are told."
         some = np.flatnonzero(chains.granted)
         drawn, log_q = [], []
-        choose = runner._chooser(self, [step.rows[i] for i in sampled[some].tolist()], drawn, log_q)
+        choose = runner._chooser(self, [step.rows[i] for i in sampled[some].tolist()], drawn, log_q, masks, some.tolist())
         token = plan.token_ids[plan.query_start[torch.from_numpy(sampled[some])]]
         for j in range(int(chains.granted.max())): token = choose(draft[token], j)
         tokens = torch.full(chains.real.shape, -1)

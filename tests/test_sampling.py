@@ -168,8 +168,9 @@ def test_a_batch_does_what_the_specification_says(data):
     allowed[:, V // 2] = True
     packed = (allowed.view(n, -1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)
     assert torch.equal(unpack_mask(packed, V), allowed[:, :V])
-    ends = [0] if V > 2 else []
-    got = run(logits, wishes, position=7, said=said, ends=ends, mask=packed)
+    ends, bound = [0] if V > 2 else [], [row for row in range(n) if draw(st.booleans())]
+    allowed[[row for row in range(n) if row not in bound]] = True          # a grammar binds some rows, not all
+    got = run(logits, wishes, position=7, said=said, ends=ends, mask=(torch.tensor(bound), packed[bound]) if bound else None)
     for row, params in enumerate(wishes):
         log_p = naive_process(logits[row], params, *said[row], allowed=allowed[row, :V], end_ids=ends)
         noise = gumbel_noise(torch.tensor([row * 0 + (params.seed + 2**63) % 2**64 - 2**63]), torch.tensor([7]), torch.tensor([0]), V)[0]

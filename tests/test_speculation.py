@@ -37,7 +37,7 @@ def oracle(monkeypatch, truth, right=0.8, seed=0):
     from glm52.engine import runner
     rng = random.Random(seed)
 
-    def guess(self, step, sampled, chains, arrays, plan, before):
+    def guess(self, step, sampled, chains, arrays, plan, before, masks):
         tokens = torch.full(chains.real.shape, -1)
         for s, i in enumerate(sampled.tolist()):
             rows = step.rows[i]

@@ -10,6 +10,7 @@ from glm52.model.decoder import (Backends, Caches, Capture, SelectionError, Step
                                  random_tensors, tiny_config as make_config)
 from glm52.model.parallel import World, shard
 from glm52.ops.fp8 import cancelling, linear
+from glm52.ops.rope import inv_freq
 from glm52.model.plan import PlanError, RequestRows, StepPlan
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -133,6 +134,17 @@ def test_a_selection_that_was_not_made_is_an_error(tiny_config):
     with pytest.raises(SelectionError, match="layer 4 reuses the selection of layer 2"): step.read(4)
     step.write(1, torch.zeros(1, 16, dtype=torch.int32))
     with pytest.raises(SelectionError): step.read(4)
+
+
+def test_a_list_is_as_wide_as_top_k_where_kernels_cut_it():
+    "They give each block of a row an equal share of the list's width: with a width of the batch's longest row, a row's sums would be cut elsewhere in company."
+    config, widths = make_config(index_topk=256), {}
+    for device in ("cpu", "meta"):
+        for longest in (70, 200):
+            step = Step(config, StepPlan.build([RequestRows([1], longest - 1, range(4))], device), inv_freq(config.qk_rope_head_dim, 1e4).to(device))
+            step.write_all(0, lambda positions, *_: positions)
+            widths[device, longest] = step.slots[0].shape[1]
+    assert widths == {("cpu", 70): 128, ("cpu", 200): 256, ("meta", 70): 256, ("meta", 200): 256}
 
 
 def test_index_keys_are_written_while_nothing_is_scored(tiny_model):

@@ -155,7 +155,8 @@ class Step:
 
     def write(self, layer: int, positions: Tensor, to_slots: Callable = positions_to_slots) -> None:
         "Keep what full layer `layer` chose: positions [T, K] int32, ascending, -1 for none."
-        width = min(positions.shape[1], -(-self.plan.longest // 64) * 64)     # no row has more
+        width = positions.shape[1]      # a GPU's kernels cut each row's list by its width, so there it must not follow the longest row
+        if positions.device.type == "cpu": width = min(width, -(-self.plan.longest // 64) * 64)     # no row has more
         self.positions[layer] = positions
         self.slots[layer] = to_slots(positions[:, :width], self.plan.page_table, self.plan.row_request)
 

@@ -90,7 +90,7 @@ def time_of(call, repeats=12):
     return statistics.median(times)
 
 
-@pytest.mark.parametrize("batch,rows,context", [(1, 1, 500), (1, 1, 5000), (8, 1, 5000), (1, 6, 5000), (11, 1, 5000), (64, 1, 5000), (256, 1, 5000)])
+@pytest.mark.parametrize("batch,rows,context", [(1, 1, 500), (8, 1, 500), (1, 1, 5000), (8, 1, 5000), (1, 6, 5000), (11, 1, 5000), (64, 1, 5000), (256, 1, 5000)])
 def test_a_step_at_full_width(wide, batch, rows, context):
     "Graph and padded step: the same bits in hidden states and caches. Eager: the same where nothing is padded, for attention splits and products follow the number of rows."
     caches, plan = steps(wide, batch, rows, context)

@@ -1,4 +1,6 @@
 """What recordings need, on the CPU, where a step runs padded and copied but is not recorded: the same answers, and nobody's page is touched."""
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -6,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from glm52.engine import graphs as module
 from glm52.engine.engine import Engine
 from glm52.engine.exact import answers, make_prompts
-from glm52.engine.graphs import FIELDS, Graphs, Recording, Shape, StaticPlan, new_graphs, padded, shape_of, shifted
+from glm52.engine.graphs import FIELDS, Graphs, Recorder, Recording, Shape, StaticPlan, new_graphs, padded, shape_of, shifted
 from glm52.model.checkpoint import load_model
 from glm52.model.decoder import Caches, random_model, tiny_config
 from glm52.model.mtp import draft, guess, later_steps, mtp_forward, mtp_keep
@@ -143,6 +145,21 @@ def test_sleep_forgets_recordings(nano):
     assert not engine.runner.graphs.steps and not engine.runner.graphs.chains
     engine.wake_up()
     assert answers(engine, {0: words(5)}, 0.0, 5) == before and engine.runner.graphs.steps
+
+
+def test_a_recording_begins_and_ends_outside_of_inference_mode(monkeypatch):
+    "torch makes its places for random numbers when the first recording begins; made in inference mode, they refuse every later recording outside of it."
+    log, note = [], lambda what: log.append((what, torch.is_inference_mode_enabled()))
+
+    @contextlib.contextmanager
+    def graph(*args, **kwargs): note("begin"); yield; note("end")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    recorder = object.__new__(Recorder)
+    recorder.pool = recorder.stream = None
+    with torch.inference_mode(): recorder.record(lambda: note("call"))
+    assert log == [("begin", False), ("call", True), ("end", False)]
 
 
 def test_a_call_runs_once_whether_warm_recorded_or_replayed():

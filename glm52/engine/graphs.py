@@ -106,7 +106,8 @@ class Recorder:
     def record(self, call: Callable[[], None]) -> "torch.cuda.CUDAGraph":
         "Other threads may go on using the device meanwhile."
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"): call()
+        with torch.inference_mode(False), torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.inference_mode(): call()      # not around the capture: what torch keeps of its random numbers would then refuse all others
         return graph
 
 # %% ../../nbs/16_graphs.ipynb #6e4fad4a

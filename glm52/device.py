@@ -26,12 +26,15 @@ class DeviceError(ValueError):
 def pick_device(
     name: str | torch.device | None = None,  # "cpu", "cuda", "cuda:1"; None takes the GPU if there is one
 ) -> torch.device:
-    "The device to run on; raises `DeviceError` for one that cannot be used."
+    "The device to run on; raises `DeviceError` for one that cannot be used. A GPU with a number becomes this thread's current one, for that is where kernels are launched."
     if name is not None and str(name).split(":")[0] not in ("cpu", "cuda"): raise DeviceError(f"device {str(name)!r} is not known; cpu, cuda and cuda:N are")
     device = torch.device(name if name is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"device {str(name)!r} was asked for, but torch {torch.__version__} sees no CUDA GPU; "
                          "use device='cpu', or install a CUDA build of torch")
+    if device.type == "cuda" and device.index is not None:
+        if device.index >= torch.cuda.device_count(): raise DeviceError(f"device {str(name)!r} was asked for, and torch sees {torch.cuda.device_count()} GPU, numbered from 0")
+        torch.cuda.set_device(device)
     return device
 
 # %% ../nbs/01_device.ipynb #8d026832

@@ -61,6 +61,17 @@ def test_a_gpu_that_is_not_there_is_an_error():
         pick_device("cuda")
 
 
+def test_a_gpu_with_a_number_becomes_the_current_one(monkeypatch):
+    "Triton launches on the current GPU, whatever its arguments' is."
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
+    assert [str(pick_device(name)) for name in ("cuda", "cuda:1", torch.device("cuda:0"), "cpu")] == ["cuda", "cuda:1", "cuda:0", "cpu"]
+    assert current == ["cuda:1", "cuda:0"]
+    with pytest.raises(ValueError, match="'cuda:2' was asked for, and torch sees 2 GPU"): pick_device("cuda:2")
+
+
 def test_the_interpreter_is_chosen_before_triton_is_imported():
     code = "import glm52.device, os; print(os.environ.get('TRITON_INTERPRET'))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -2,6 +2,7 @@
 import asyncio
 import dataclasses
 import random
+import threading
 
 import pytest
 import torch
@@ -265,6 +266,14 @@ async def collect(engine, name, prompt, params):
     got = [[] for _ in range(params.n)]
     async for out in engine.generate(name, prompt, params): got[out.index] += out.token_ids
     return got
+
+
+def test_the_engines_thread_has_the_models_gpu_as_its_current_one(tiny_model, monkeypatch):
+    asked = []
+    monkeypatch.setattr("glm52.engine.engine.pick_device", lambda device: asked.append((device, threading.current_thread().name)))
+    async def body(engine): await collect(engine, "one", [1, 2], SamplingParams(max_tokens=1))
+    run_async(tiny_model, body)
+    assert asked == [(tiny_model.device, "glm52-engine")]
 
 
 def test_streams_are_what_the_llm_says(tiny_model):

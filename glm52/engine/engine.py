@@ -28,6 +28,7 @@ from .runner import Runner, StepResult, TokenScore
 from .sampling import SamplingParams, draw_seed
 from .speculation import MAX_DRAFTS, best_depth, next_trust
 from .scheduler import FINISHED, PagePool, QueueFull, RequestRefused, Scheduler, Sequence
+from ..device import pick_device
 from ..model.checkpoint import CheckpointError, load_model, reload_weights, resolve_model
 from ..model.decoder import Caches, Decoder
 from ..ops.cache import PAGE_SIZE
@@ -784,6 +785,7 @@ class AsyncEngine:
 def _loop(self: AsyncEngine):
     "The engine's thread: take messages, compute a step, post what came out."
     try:
+        pick_device(self.engine.decoder.device)      # which GPU is the current one is a thread's own affair
         while _take_messages(self):
             if self.engine.overlap: failed = self.engine.step_overlapped(partial(_post, self))
             else:

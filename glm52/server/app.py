@@ -23,6 +23,7 @@ from .anthropic import anthropic_error, anthropic_routes
 from .metrics import Metrics
 from .openai import openai_error, openai_routes
 from .protocol import ApiError, Service, json_response
+from .responses import responses_routes
 
 # %% ../../nbs/25_server.ipynb #2f090de1
 OPEN_PATHS = ("/health",)
@@ -94,6 +95,7 @@ def create_app(
 
     app = FastAPI(title="glm52", version=glm52.__version__, lifespan=life)
     app.include_router(openai_routes(service))
+    app.include_router(responses_routes(service))
     app.include_router(anthropic_routes(service))
     if control: app.include_router(control_routes(service))
     app.add_api_route("/health", lambda: health(service), methods=["GET"], tags=["Server"], response_model=None, name="health")

@@ -435,6 +435,7 @@ async def fold_chat(pieces: AsyncIterator[dict]) -> list[dict]:
 async def start_chat(
     service: Service,
     fields: ChatRequest,
+    form: type[ChatChoice] = ChatChoice,      # what makes pieces of steps
 ) -> tuple[Generation, AsyncIterator[dict]]:  # the engine's work, and the pieces of its answer
     "Check and render a chat request; nothing runs until the pieces are read. The command line uses it without HTTP."
     service.check_model(fields.model)
@@ -450,7 +451,7 @@ async def start_chat(
                              (top or 0) if fields.logprobs else None, prompt_logprobs=scores)
     grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, fields.parallel_tool_calls is not False, fields.response_format, text)
     generation = Generation(service, f"chatcmpl-{uuid.uuid4().hex}", [ids], [params], grammar)
-    choices = [ChatChoice(service, fields, i, OutputParser(tools, text, calls=fields.tool_choice != "none")) for i in range(fields.n)]
+    choices = [form(service, fields, i, OutputParser(tools, text, calls=fields.tool_choice != "none")) for i in range(fields.n)]
     return generation, chat_pieces(generation, choices)
 
 

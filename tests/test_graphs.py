@@ -1,5 +1,7 @@
 """What recordings need, on the CPU, where a step runs padded and copied but is not recorded: the same answers, and nobody's page is touched."""
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -145,6 +147,17 @@ def test_sleep_forgets_recordings(nano):
     assert not engine.runner.graphs.steps and not engine.runner.graphs.chains
     engine.wake_up()
     assert answers(engine, {0: words(5)}, 0.0, 5) == before and engine.runner.graphs.steps
+
+
+def test_forgotten_recordings_leave_at_once(tiny_model):
+    "Their memory is wanted when an engine falls asleep, not when Python next looks for cycles."
+    caches, plan = Caches.new(tiny_model.config, 3, tiny_model.dtype), StepPlan.build([RequestRows([1], 2, [1]), RequestRows([2], 2, [2])])
+    graphs, before = Graphs(tiny_model, caches, drafts=True, record=False), torch.zeros(2, tiny_model.config.hidden_size)
+    graphs.step(plan, 1, before), graphs.first_draft(plan, before)
+    parts = [weakref.ref(part) for r in (*graphs.steps.values(), *graphs.chains.values()) for part in (r, r.hidden, *(x for x in vars(r).values() if isinstance(x, Recording)))]
+    gc.disable()
+    try: graphs.forget(); assert len(parts) == 7 and not any(part() for part in parts)
+    finally: gc.enable()
 
 
 def test_a_recording_begins_and_ends_outside_of_inference_mode(monkeypatch):

@@ -128,11 +128,11 @@ class StepRecording:
         new = lambda rows: torch.zeros(rows, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self.static, self.hidden = StaticPlan(shape, decoder.config.index_topk, decoder.device), new(shape.tokens)
         self.before = new(shape.requests) if keep else None
-        plan = self.static.plan
+        plan, hidden, before = self.static.plan, self.hidden, self.before
 
-        def call():
-            self.hidden.copy_(decoder.forward(plan, caches))
-            if keep: mtp_keep(decoder, plan, shifted(plan, self.hidden, self.before), caches)
+        def call():      # without `self`: a recording that holds itself would keep its memory while the engine sleeps
+            hidden.copy_(decoder.forward(plan, caches))
+            if keep: mtp_keep(decoder, plan, shifted(plan, hidden, before), caches)
         self.run = Recording(call, recorder)
 
 # %% ../../nbs/16_graphs.ipynb #8ce550f9
@@ -140,18 +140,19 @@ class DraftRecording:
     "Step 0 of the MTP layer, and the steps after it."
 
     def __init__(self, decoder: Decoder, caches: Caches, shape: Shape, recorder: Recorder | None):
-        self.static, self.slots = StaticPlan(shape, decoder.config.index_topk, decoder.device), None
+        self.static = StaticPlan(shape, decoder.config.index_topk, decoder.device)
         self.hidden = torch.zeros(shape.tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        plan, layer = self.static.plan, decoder.mtp
+        plan, hidden, layer, slots = self.static.plan, self.hidden, decoder.mtp, None
 
         def first():
-            rows = mtp_forward(decoder, plan, self.hidden, caches)
-            slots = rows.step.slots[layer.number]
-            if self.slots is None: self.slots = torch.empty_like(slots)      # while warming up: not in the pool
-            self.slots.copy_(slots)
-            self.hidden.copy_(rows.hidden)
+            nonlocal slots
+            rows = mtp_forward(decoder, plan, hidden, caches)
+            chosen = rows.step.slots[layer.number]
+            if slots is None: slots = torch.empty_like(chosen)      # while warming up: not in the pool
+            slots.copy_(chosen)
+            hidden.copy_(rows.hidden)
 
-        def later(): self.hidden.copy_(layer(self.hidden, DraftStep(decoder, plan, self.slots), caches))
+        def later(): hidden.copy_(layer(hidden, DraftStep(decoder, plan, slots), caches))
         self.first, self.later = Recording(first, recorder), Recording(later, recorder)
 
 # %% ../../nbs/16_graphs.ipynb #cdb9183b

@@ -1649,6 +1649,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'glm52/server/responses.py'),
                                         'glm52.server.responses._reasoning': ('responses.html#_reasoning', 'glm52/server/responses.py'),
                                         'glm52.server.responses._result': ('responses.html#_result', 'glm52/server/responses.py'),
+                                        'glm52.server.responses._value': ('responses.html#_value', 'glm52/server/responses.py'),
+                                        'glm52.server.responses.bad_item': ('responses.html#bad_item', 'glm52/server/responses.py'),
                                         'glm52.server.responses.chat_request': ('responses.html#chat_request', 'glm52/server/responses.py'),
                                         'glm52.server.responses.check_fields': ('responses.html#check_fields', 'glm52/server/responses.py'),
                                         'glm52.server.responses.declared_functions': ( 'responses.html#declared_functions',

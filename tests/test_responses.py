@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import responses as official
 from pydantic import BaseModel, TypeAdapter
-from scripted import ScriptedEngine
+from scripted import ScriptedEngine, StepOutput
 
 from glm52.chat.parsers import OutputParser
 from glm52.chat.template import render
@@ -490,9 +490,30 @@ def test_patience_ends_in_the_middle():
     with serving("thinking for long " * 500, delay=0.01, service={"timeout": 0.3}) as (client, engine, url):
         with pytest.raises(openai.InternalServerError) as caught: client.responses.create(**ask())
         assert caught.value.status_code == 504
-        events = raw_events(url, ask())
-        assert events[-1]["type"] == "response.failed" and "not ready" in events[-1]["response"]["error"]["message"] and any(event["type"] == "response.reasoning_text.delta" for event in events)
+        failed = check_stream(raw_events(url, ask()), "response.failed")
+        assert "not ready" in failed["error"]["message"] and [(item["type"], item["status"]) for item in failed["output"]] == [("reasoning", "incomplete")] and failed["usage"] is None
         wait_until(lambda: not engine.running)
+
+
+def test_a_request_that_the_engine_ends():
+    "An operator's pause may abort what runs: no answer is called complete that is not."
+    async def generate(request_id, prompt, params):
+        yield StepOutput(request_id, 0, "hm", [1])
+        yield StepOutput(request_id, 0, "", [], finish_reason="abort")
+    with serving() as (client, engine, url):
+        engine.generate = generate
+        with pytest.raises(openai.InternalServerError, match="send it again") as caught: client.responses.create(**ask())
+        assert caught.value.status_code == 503
+        failed = check_stream(raw_events(url, ask()), "response.failed")
+        assert failed["error"]["code"] == "server_error" and texts(official.Response.model_validate(failed).output) == [("reasoning", "hm")]
+
+
+def test_log_probs_end_where_a_stop_string_begins():
+    for chunk in (1, 4):
+        with serving("hm</think>one two three", chunk=chunk) as (client, _, _):
+            answer = client.responses.create(**ask(include=["message.output_text.logprobs"]), extra_body={"stop": [" two"]})
+            part = answer.output[1].content[0]
+            assert part.text == "one" == "".join(entry.token for entry in part.logprobs) and answer.status == "completed"
 
 
 def test_nothing_is_kept(plain):

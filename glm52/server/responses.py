@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['REFUSED', 'LOGPROBS', 'SEALED', 'PLAIN', 'Options', 'TextOptions', 'ReasoningOptions', 'ResponsesRequest', 'refuse',
-           'check_fields', 'declared_functions', 'seal', 'unseal', 'thought_of', 'Conversation', 'read_input',
-           'chat_request', 'in_their_words', 'MessageChoice', 'OpenItem', 'Items', 'response_head', 'usage', 'Reply',
-           'sse', 'start_response', 'responses', 'responses_routes']
+           'check_fields', 'declared_functions', 'bad_item', 'seal', 'unseal', 'thought_of', 'Conversation',
+           'read_input', 'chat_request', 'in_their_words', 'MessageChoice', 'OpenItem', 'Items', 'response_head',
+           'usage', 'sse', 'Reply', 'start_response', 'responses', 'responses_routes']
 
 # %% ../../nbs/23_responses.ipynb #6c498961
 import base64, binascii, re, time, uuid
@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict
 
+from ..chat.structured import GrammarError, read_tool_choice
 from ..chat.template import TemplateError, arguments_of, text_of
 from .openai import ChatChoice, ChatRequest, TextOffsets, chat_logprobs, openai_error, start_chat
 from .protocol import (ApiError, EventStream, Generation, SamplingFields, Service, api_error, body_schema, endpoint,
@@ -82,34 +83,41 @@ REFUSED = {  # field -> (values that ask for nothing, what to do)
     "truncation": ((None, "disabled"), "nothing is dropped from a conversation: shorten the input"),
     "context_management": ((None, []), "nothing is dropped from a conversation: shorten the input"),
     "moderation": ((None,), "there is no moderation here: leave it out"),
+    "text.verbosity": ((None, "medium"), "say in the instructions how long an answer is to be"),
+    "reasoning.summary": ((None, "auto"), "the whole thought comes as reasoning_text: send 'auto' or leave it out"),
+    "reasoning.generate_summary": ((None, "auto"), "the whole thought comes as reasoning_text: leave it out"),
+    "reasoning.context": ((None, "auto", "current_turn", "all_turns"), "send 'auto', 'current_turn' or 'all_turns'"),
+    "reasoning.mode": ((None, "standard"), "leave it out"),
+    "stream_options.include_obfuscation": ((None, False), "deltas are not padded here: leave it out"),
     "n": ((None, 1), "a response is one reply: send more requests"),
     "max_tokens": ((None,), "send max_output_tokens"), "max_completion_tokens": ((None,), "send max_output_tokens"),
-    "messages": ((None,), "send input"), "response_format": ((None,), "send text.format"), "reasoning_effort": ((None,), "send reasoning.effort"),
-    "logprobs": ((None, False), 'send include: ["message.output_text.logprobs"]'),
+    "messages": ((None,), "send input"), "response_format": ((None,), "send text.format"),
+    "reasoning_effort": ((None,), "send reasoning.effort"), "logprobs": ((None, False), 'send include: ["message.output_text.logprobs"]'),
     "prompt_logprobs": ((None,), _ELSEWHERE), "return_token_ids": ((None, False), _ELSEWHERE)}
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
+# %% ../../nbs/23_responses.ipynb #37c663a6
+def refuse(field: str, value: Any, to_do: str):
+    "A wish that is not granted."
+    shown = "" if isinstance(value, dict | list) else f": {value!r:.60}"
+    raise ApiError(f"{field}{shown} is not supported; {to_do}", param=re.match(r"\w+", field)[0], code="unsupported_parameter")
 
-def refuse(what: str, to_do: str):
-    "A field's value that cannot be had."
-    raise ApiError(f"{what} is not supported; {to_do}", param=re.split(r"[.: \[]", what)[0], code="unsupported_parameter")
+
+def _value(fields: Any, name: str) -> Any:
+    "The value of a field, whose name may have dots."
+    for part in name.split("."): fields = fields.get(part) if isinstance(fields, dict) else getattr(fields, part, None)
+    return fields
 
 
 def check_fields(fields: ResponsesRequest):
     "Refuse by name what would be ignored otherwise."
     for name, (nothing, to_do) in REFUSED.items():
-        value = getattr(fields, name, None)
-        if not any(value is one or value == one and type(value) is type(one) for one in nothing): refuse(name if isinstance(value, dict | list) else f"{name}: {value!r:.60}", to_do)
-    text, reasoning = fields.text or TextOptions(), fields.reasoning or ReasoningOptions()
-    if text.verbosity not in (None, "medium"): refuse(f"text.verbosity: {text.verbosity!r:.60}", "say in the instructions how long an answer is to be")
-    for name in ("summary", "generate_summary"):
-        if (asked := getattr(reasoning, name)) not in (None, "auto"): refuse(f"reasoning.{name}: {asked!r:.60}", "nobody writes summaries here; the whole thought comes as reasoning_text, so send 'auto' or leave it out")
-    if reasoning.context not in (None, "auto", "current_turn", "all_turns"): refuse(f"reasoning.context: {reasoning.context!r:.60}", "use 'auto', 'current_turn' or 'all_turns'")
-    if reasoning.mode not in (None, "standard"): refuse(f"reasoning.mode: {reasoning.mode!r:.60}", "leave it out")
+        value = _value(fields, name)
+        if not any(type(value) is type(one) and value == one for one in nothing): refuse(name, value, to_do)
     for asked in fields.include or ():
-        if asked not in (LOGPROBS, SEALED): refuse(f"include: {asked!r:.60}", f"there is {LOGPROBS} and {SEALED}")
-    if fields.top_logprobs and LOGPROBS not in (fields.include or ()): raise ApiError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
-    if (fields.stream_options or {}).get("include_obfuscation"): refuse("stream_options.include_obfuscation: true", "deltas are not padded here: leave it out")
+        if asked not in (LOGPROBS, SEALED): refuse("include", asked, f"there is {LOGPROBS} and {SEALED}")
+    if fields.top_logprobs and LOGPROBS not in (fields.include or ()):
+        raise ApiError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
     if fields.max_output_tokens is not None and fields.max_output_tokens < 1:
         raise ApiError(f"max_output_tokens is {fields.max_output_tokens}; it must be at least 1", param="max_output_tokens")
 
@@ -121,21 +129,27 @@ def declared_functions(
     fields: ResponsesRequest,
 ) -> list[dict] | None:   # in chat's form
     "The functions that the model may know of."
+    functions = []
     for i, tool in enumerate(fields.tools or ()):
         if tool.get("type") != "function":
-            refuse(f"tools[{i}].type: {tool.get('type')!r:.60}", "this server runs no tools of its own: declare a function, and run it when a function_call asks for it")
-        if tool.get("allowed_callers") not in (None, ["direct"]): refuse(f"tools[{i}].allowed_callers", "only the model calls here: leave it out")
-        if tool.get("async"): refuse(f"tools[{i}].async", "a reply ends with its calls: leave it out")
-    functions = [{key: tool[key] for key in _TOLD if tool.get(key) is not None} for tool in fields.tools or ()]
+            refuse(f"tools[{i}].type", tool.get("type"), "this server runs no tools of its own: declare a function, and run it when a function_call asks for it")
+        if tool.get("allowed_callers") not in (None, ["direct"]): refuse(f"tools[{i}].allowed_callers", [], "only the model calls here: leave it out")
+        if tool.get("async"): refuse(f"tools[{i}].async", True, "a reply ends with its calls: leave it out")
+        functions.append({key: tool[key] for key in _TOLD if tool.get(key) is not None})
     choice = fields.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and choice.get("mode") == "auto":
-        allowed = {tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)}
-        if missing := allowed - {function.get("name") for function in functions}: raise ApiError(f"tool_choice names {missing.pop()!r:.60}, which tools does not declare", param="tool_choice")
+        allowed = [tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)]
+        try: read_tool_choice(choice, [function.get("name") for function in functions])
+        except GrammarError as cause: raise ApiError(str(cause), param="tool_choice") from None
         functions = [function for function in functions if function.get("name") in allowed]
     return [{"type": "function", "function": function} for function in functions] or None
 
 # %% ../../nbs/23_responses.ipynb #c4b09266
 PLAIN = "plain:"
+
+
+def bad_item(place: str, says: str) -> ApiError:
+    return ApiError(f"{place} {says}", param="input")
 
 
 def seal(thought: str) -> str:
@@ -148,7 +162,7 @@ def unseal(sealed: Any, place: str) -> str:
     try:
         if isinstance(sealed, str) and sealed.startswith(PLAIN): return base64.b64decode(sealed.removeprefix(PLAIN), validate=True).decode()
     except (binascii.Error, ValueError): pass  # refused below
-    raise ApiError(f"{place}.encrypted_content was not written by this server; leave the item out, or send its content", param="input")
+    raise bad_item(f"{place}.encrypted_content", "was not written by this server; leave the item out, or send its content")
 
 
 def thought_of(item: dict, place: str) -> str:
@@ -157,10 +171,10 @@ def thought_of(item: dict, place: str) -> str:
         parts = item.get(name)
         if not parts: continue
         if kind is None: return unseal(parts, place)
-        if not isinstance(parts, list): raise ApiError(f"{place}.{name} must be a list of parts", param="input")
+        if not isinstance(parts, list): raise bad_item(f"{place}.{name}", "must be a list of parts")
         for j, part in enumerate(parts):
             if not isinstance(part, dict) or part.get("type") != kind or not isinstance(part.get("text"), str):
-                raise ApiError(f'{place}.{name}[{j}] must be {{"type": "{kind}", "text": …}}', param="input")
+                raise bad_item(f"{place}.{name}[{j}]", f'must be {{"type": "{kind}", "text": …}}')
         return joint.join(part["text"] for part in parts)
     return ""
 
@@ -183,12 +197,12 @@ class Conversation:
 
     def take(self, item: Any, place: str):
         "Read one item."
-        if not isinstance(item, dict): raise ApiError(f"{place} must be an item (an object), such as {{\"role\": \"user\", \"content\": …}}", param="input")
+        if not isinstance(item, dict): raise bad_item(place, 'must be an item (an object), such as {"role": "user", "content": …}')
         kind = item.get("type") or ("message" if "role" in item else None)
-        if kind == "item_reference": raise ApiError(f"{place} refers to a stored item; nothing is kept here, so send the item itself", param="input")
-        reader = {"message": self._message, "reasoning": self._reasoning, "function_call": self._call, "function_call_output": self._result}.get(kind if isinstance(kind, str) else None)
-        if reader is None: raise ApiError(f"{place}.type is {kind!r:.60}; use message, reasoning, function_call or function_call_output", param="input")
-        reader(item, place)
+        if kind == "item_reference": raise bad_item(place, "refers to a stored item; nothing is kept here, so send the item itself")
+        reader = _READERS.get(kind if isinstance(kind, str) else None)
+        if reader is None: raise bad_item(f"{place}.type", f"is {kind!r:.60}; use {', '.join(_READERS)}")
+        reader(self, item, place)
 
     def end(self) -> tuple[list[dict], list[dict]]:
         "All messages, and where their parts came from."
@@ -214,11 +228,12 @@ class Conversation:
 def _message(self: Conversation, item: dict, place: str):
     "A message; the assistant's is the text of a turn."
     role, content = item.get("role"), item.get("content")
-    if role not in ("user", "system", "developer", "assistant"): raise ApiError(f"{place}.role is {role!r:.60}; use user, system, developer or assistant", param="input")
-    if content is None: raise ApiError(f"{place}.content is missing; send a text or a list of parts", param="input")
+    if role not in ("user", "system", "developer", "assistant"):
+        raise bad_item(f"{place}.role", f"is {role!r:.60}; use user, system, developer or assistant")
+    if content is None: raise bad_item(f"{place}.content", "is missing; send a text or a list of parts")
     text = text_of(content, f"{place}.content")
     if role != "assistant": return self.say(role, text, place)
-    self._next_if_said()
+    _next_if_said(self)
     self._open()["content"] += text
     self._from["content"] = f"{place}.content"
 
@@ -229,14 +244,14 @@ def _next_if_said(self: Conversation):
 
 
 def _reasoning(self: Conversation, item: dict, place: str):
-    self._next_if_said()
+    _next_if_said(self)
     if text := thought_of(item, place): self._open()["reasoning_content"] = self._open().get("reasoning_content", "") + text
     self._from.setdefault("reasoning_content", place)
 
 
 def _call(self: Conversation, item: dict, place: str):
     for name in ("call_id", "name", "arguments"):
-        if not isinstance(item.get(name), str): raise ApiError(f"{place}.{name} must be text", param="input")
+        if not isinstance(item.get(name), str): raise bad_item(f"{place}.{name}", "must be text")
     calls = self._open().setdefault("tool_calls", [])
     calls.append({"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": arguments_of(item["arguments"], f"{place}.arguments")}})
     self._from[f"tool_calls[{len(calls) - 1}]"] = place
@@ -245,15 +260,16 @@ def _call(self: Conversation, item: dict, place: str):
 
 def _result(self: Conversation, item: dict, place: str):
     call_id, output = item.get("call_id"), item.get("output")
-    if not isinstance(call_id, str): raise ApiError(f"{place}.call_id must be text", param="input")
-    if call_id not in self._order: raise ApiError(f"{place}.call_id {call_id!r:.60} belongs to no function_call before it; nothing is kept here, so send that item too", param="input")
-    if output is None: raise ApiError(f"{place}.output is missing; send a text or a list of parts", param="input")
+    if not isinstance(call_id, str): raise bad_item(f"{place}.call_id", "must be text")
+    if call_id not in self._order:
+        raise bad_item(f"{place}.call_id", f"{call_id!r:.60} belongs to no function_call before it; nothing is kept here, so send that item too")
+    if output is None: raise bad_item(f"{place}.output", "is missing; send a text or a list of parts")
     message = {"role": "tool", "tool_call_id": call_id, "content": text_of(output, f"{place}.output")}
     if not self._results: self._close()
     self._results.append((self._order[call_id], message, {"content": f"{place}.output"}))
 
 
-for _reader in (_message, _next_if_said, _reasoning, _call, _result): setattr(Conversation, _reader.__name__, _reader)
+_READERS = {"message": _message, "reasoning": _reasoning, "function_call": _call, "function_call_output": _result}
 
 # %% ../../nbs/23_responses.ipynb #ea88eff2
 def read_input(
@@ -435,7 +451,7 @@ def response_head(service: Service, fields: ResponsesRequest, generation: Genera
             "incomplete_details": None, "model": fields.model or service.name, "output": [], "usage": None,
             "instructions": fields.instructions, "max_output_tokens": fields.max_output_tokens, "max_tool_calls": fields.max_tool_calls,
             "parallel_tool_calls": fields.parallel_tool_calls is not False, "tool_choice": fields.tool_choice or "auto", "tools": fields.tools or [],
-            "text": {"format": text.format or {"type": "text"}, "verbosity": "medium"}, "reasoning": reasoning.model_dump(exclude_none=True) | {"effort": reasoning.effort, "summary": reasoning.summary},
+            "text": {"format": text.format or {"type": "text"}, "verbosity": "medium"}, "reasoning": reasoning.model_dump(),
             "temperature": params.temperature, "top_p": params.top_p, "top_logprobs": fields.top_logprobs or 0, "truncation": "disabled",
             "background": False, "store": False, "previous_response_id": None, "metadata": fields.metadata or {}, "user": fields.user,
             "system_fingerprint": service.fingerprint, "seed": params.seed}
@@ -446,6 +462,9 @@ def usage(generation: Generation) -> dict:
     return {"input_tokens": generation.prompt_tokens, "input_tokens_details": {"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": generation.completion_tokens, "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens or 0},
             "total_tokens": generation.prompt_tokens + generation.completion_tokens}
+
+# %% ../../nbs/23_responses.ipynb #4c9de17e
+def sse(event: dict) -> bytes: return b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(event) + b"\n\n"
 
 
 class Reply:
@@ -482,23 +501,21 @@ class Reply:
         yield self._state("incomplete" if cut else "completed", **end, output=self.items.done, usage=usage(self.generation), **reports)
 
     async def stream(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
-        "Events on the wire; an engine that fails in the middle is `response.failed`."
+        "Events on the wire."
         try:
             async with aclosing(self.events(pieces)) as source:
                 async for event in source: yield sse(event)
         except Exception as cause:
             error = api_error(cause)
             code = "rate_limit_exceeded" if error.status == 429 else "server_error" if error.status >= 500 else "invalid_prompt"
-            yield sse(self._state("failed", error={"code": code, "message": error.message}, output=self.items.done, usage=usage(self.generation)))
+            for event in self.items.close(cut=True): yield sse(self._number(event))
+            yield sse(self._state("failed", error={"code": code, "message": error.message}, output=self.items.done))
 
     async def whole(self, pieces: AsyncIterator[dict]) -> dict:
-        "The complete response: what the last event of its stream would say."
+        "The complete response."
         async with aclosing(self.events(pieces)) as source:
             async for event in source: last = event
         return last["response"]
-
-
-def sse(event: dict) -> bytes: return b"event: " + event["type"].encode() + b"\ndata: " + json_bytes(event) + b"\n\n"
 
 # %% ../../nbs/23_responses.ipynb #4207b7fc
 async def start_response(

@@ -9,7 +9,7 @@ __all__ = ['REFUSED', 'LOGPROBS', 'SEALED', 'PLAIN', 'Options', 'TextOptions', '
            'usage', 'sse', 'Reply', 'start_response', 'responses', 'responses_routes']
 
 # %% ../../nbs/23_responses.ipynb #6c498961
-import base64, binascii, re, time, uuid
+import base64, re, time, uuid
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -63,7 +63,7 @@ class ResponsesRequest(SamplingFields):
     enable_thinking: bool | None = None         # the next three as in chat
     thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    store: bool | None = None                   # the rest is there to be refused
+    store: bool | None = None                   # this and all below: there to be refused
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -71,6 +71,11 @@ class ResponsesRequest(SamplingFields):
     truncation: str | None = None
     moderation: Any = None
     context_management: Any = None
+    messages: Any = None                        # chat's names for what has another name here
+    response_format: Any = None
+    reasoning_effort: Any = None
+    max_completion_tokens: Any = None
+    logprobs: Any = None
 
 # %% ../../nbs/23_responses.ipynb #dc62f565
 _ELSEWHERE = "ask /v1/chat/completions"
@@ -159,10 +164,10 @@ def seal(thought: str) -> str:
 
 def unseal(sealed: Any, place: str) -> str:
     "The thought in an `encrypted_content` of ours."
-    try:
-        if isinstance(sealed, str) and sealed.startswith(PLAIN): return base64.b64decode(sealed.removeprefix(PLAIN), validate=True).decode()
-    except (binascii.Error, ValueError): pass  # refused below
-    raise bad_item(f"{place}.encrypted_content", "was not written by this server; leave the item out, or send its content")
+    foreign = bad_item(f"{place}.encrypted_content", "was not written by this server; leave the item out, or send its content")
+    if not isinstance(sealed, str) or not sealed.startswith(PLAIN): raise foreign
+    try: return base64.b64decode(sealed.removeprefix(PLAIN), validate=True).decode()
+    except ValueError: raise foreign from None
 
 
 def thought_of(item: dict, place: str) -> str:
@@ -193,7 +198,7 @@ class Conversation:
     def say(self, role: str, content: str, place: str):
         "A message that is not the assistant's."
         self._close()
-        self._append({"role": role, "content": content}, {"content": f"{place}.content"})
+        self._append({"role": role, "content": content}, {"content": place})
 
     def take(self, item: Any, place: str):
         "Read one item."
@@ -232,7 +237,7 @@ def _message(self: Conversation, item: dict, place: str):
         raise bad_item(f"{place}.role", f"is {role!r:.60}; use user, system, developer or assistant")
     if content is None: raise bad_item(f"{place}.content", "is missing; send a text or a list of parts")
     text = text_of(content, f"{place}.content")
-    if role != "assistant": return self.say(role, text, place)
+    if role != "assistant": return self.say(role, text, f"{place}.content")
     _next_if_said(self)
     self._open()["content"] += text
     self._from["content"] = f"{place}.content"
@@ -435,10 +440,10 @@ class Items:
             events += self._open.opened()
         return events + [self._open.add(text, scores)] if text else events
 
-    def close(self, cut: bool = False) -> list[dict]:
-        "Close the open item, if there is one; `cut`: the limit ended the reply, and with it a thought or a text."
+    def close(self, cut: bool = False, broken: bool = False) -> list[dict]:
+        "Close the open item, if there is one. `cut`: the limit ended it, if it is a thought or a text; a call knows. `broken`: the engine did."
         if self._open is None: return []
-        if self._open.kind != "function_call": self._open.cut = cut
+        if broken or cut and self._open.kind != "function_call": self._open.cut = True
         events, self._open = self._open.closed(self.sealed), None
         self.done.append(events[-1]["item"])
         return events
@@ -508,7 +513,7 @@ class Reply:
         except Exception as cause:
             error = api_error(cause)
             code = "rate_limit_exceeded" if error.status == 429 else "server_error" if error.status >= 500 else "invalid_prompt"
-            for event in self.items.close(cut=True): yield sse(self._number(event))
+            for event in self.items.close(broken=True): yield sse(self._number(event))
             yield sse(self._state("failed", error={"code": code, "message": error.message}, output=self.items.done))
 
     async def whole(self, pieces: AsyncIterator[dict]) -> dict:
@@ -524,7 +529,7 @@ async def start_response(
 ) -> tuple[Reply, AsyncIterator[dict]]:   # the response to be, and the pieces that it is made of
     "Check a request and hand it to chat; nothing runs until the pieces are read."
     check_fields(fields)
-    messages, places = read_input(fields)
+    messages, places = await service.in_text_thread(read_input, fields)
     asked = chat_request(fields, messages)
     try: generation, pieces = await start_chat(service, asked, MessageChoice)
     except Exception as cause: raise in_their_words(api_error(cause), places) from None

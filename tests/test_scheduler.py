@@ -134,6 +134,27 @@ def test_a_step_never_exceeds_its_budget_and_uses_it():
     run(scheduler, model)
 
 
+@pytest.mark.parametrize("seqs, depth", [(3, 2), (3, 30), (9, 4), (15, 7)])
+def test_a_long_prompt_takes_no_drafts_away(seqs, depth):
+    "Decoding answers keep their drafts beside a prompt of many steps, which still gets half of what the answers' own rows leave."
+    scheduler, model = make(pages=1000, context=2000, seqs=16, budget=16 if seqs == 15 else 24), ChecksumModel(4, drafts=depth)
+    answers = [Sequence(str(i), [i + 1], 500) for i in range(seqs)]
+    for s in answers: scheduler.add(s)
+    model.step(scheduler)
+    long = Sequence("long", [1] * 1000, 1)
+    scheduler.add(long)
+    for _ in range(20):
+        before, room = long.computed, scheduler.max_num_batched_tokens - seqs
+        for s in answers: s.depth = depth
+        step = scheduler.schedule()
+        assert step.tokens == scheduler.max_num_batched_tokens
+        assert sum(r.drafts for r in step.rows) == min(seqs * depth, room // 2)
+        scheduler.update(step, [model.rows(rows) for rows in step.rows])
+        assert long.computed - before >= -(-room // 2)
+    while long.state != "finished": model.step(scheduler)
+    for s in answers: assert s.tokens[1:] == model.solo([s.tokens[0]], 500)[0][:s.generated]
+
+
 def test_short_prompts_pass_a_long_one_and_it_never_stands_still():
     scheduler, model = make(pages=400, seqs=8, budget=32), ChecksumModel(4)
     long = Sequence("long", [1] * 1000, 1)

@@ -191,8 +191,8 @@ def _schedule(self: Scheduler) -> Step:
     step = Step([], 0)
     prefilling = _decode_rows(self, step)
     if not step.preempted: _admit(self, step, prefilling)
+    _draft_rows(self, step, bool(prefilling))
     _prompt_rows(self, step, prefilling)
-    _draft_rows(self, step)
     step.tokens = sum(rows.count for rows in step.rows)
     self.steps += 1
     return step
@@ -274,7 +274,7 @@ def _still_refused(self: Scheduler, sequence: Sequence) -> bool:
 def _prompt_rows(self: Scheduler, step: Step, prefilling: list[Sequence]):
     "Share what is left of the budget among prompts."
     if not prefilling: return
-    left = self.max_num_batched_tokens - len(step.rows)
+    left = self.max_num_batched_tokens - sum(rows.count for rows in step.rows)
     missing = {id(s): len(s.tokens) - s.computed for s in prefilling}
     oldest, *others = prefilling
     given = {id(oldest): min(missing[id(oldest)], -(-left // 2))}
@@ -288,13 +288,12 @@ def _prompt_rows(self: Scheduler, step: Step, prefilling: list[Sequence]):
         step.rows.append(Rows(s, s.computed, chunk, 0, chunk == missing[id(s)] and len(s.tokens) < s.limit))
 
 # %% ../../nbs/15_scheduler.ipynb #c545130a
-def _draft_rows(self: Scheduler, step: Step):
-    "Grant as many drafts as fit to the sequences that compute just their newest token. Which tokens they are, others know."
-    decoding = [rows for rows in step.rows if rows.sequence.depth and rows.count == 1 and rows.sample and rows.start]
-    if not decoding: return
-    left = self.max_num_batched_tokens - sum(rows.count for rows in step.rows)
-    if self.waiting or len(step.rows) < len(self.running): left -= self.max_num_batched_tokens // 4
-    for rows in decoding:
+def _draft_rows(self: Scheduler, step: Step, prompts: bool):
+    "Grant as many drafts as fit to the decoding sequences. Which tokens they are, others know."
+    left = self.max_num_batched_tokens - len(step.rows)
+    if prompts: left //= 2
+    for rows in step.rows:
+        if not (rows.sequence.depth and rows.sample and rows.start): continue
         sequence, size = rows.sequence, self.pages.page_size
         fit = max(min(sequence.depth, left, sequence.limit - len(sequence.tokens) - 1), 0)
         wanted = -(-(rows.start + 1 + fit) // size) - len(sequence.pages)

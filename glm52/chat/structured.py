@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['MAX_SCHEMA_DEPTH', 'GrammarError', 'Structure', 'read_tool_choice', 'unbound_keywords', 'bounded_strings',
-           'structure_of', 'Grammar', 'naive_mask', 'allowed_ids']
+           'structure_of', 'Grammar', 'naive_mask', 'allowed_ids', 'thinking_ids', 'ThinkingBudget']
 
 # %% ../../nbs/22_structured.ipynb #f5bfff94
 import json, re
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -318,7 +319,15 @@ def _finished(
     return self.matcher.is_terminated()
 
 
-Grammar.mask, Grammar.accept, Grammar.fork, Grammar.finished = _mask, _accept, _fork, property(_finished)
+def _binds(
+    self: Grammar,
+    count: int,  # tokens
+) -> bool:
+    "Whether the next `count` tokens need masks."
+    return True
+
+
+Grammar.mask, Grammar.accept, Grammar.fork, Grammar.finished, Grammar.binds = _mask, _accept, _fork, property(_finished), _binds
 
 # %% ../../nbs/22_structured.ipynb #95bfb479
 def naive_mask(
@@ -343,3 +352,88 @@ def allowed_ids(
     "The ids of a mask."
     bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     return bits.flatten()[:vocab_size].nonzero().flatten().tolist()
+
+# %% ../../nbs/22_structured.ipynb #02795ea4
+def thinking_ids(
+    tokenizer: Tokenizer | None,
+    vocab_size: int,      # V, of the model
+) -> tuple[int, int]:     # of `<think>` and `</think>`
+    "The tags that a budget needs; `GrammarError` if they are not one token each."
+    ids = [] if tokenizer is None else [_marker(tokenizer, tag) for tag in (THINK, END_THINK)]
+    if not ids or None in ids or max(ids) >= vocab_size:
+        raise GrammarError("thinking_token_budget needs a model whose tokenizer has <think> and </think> as one token each; this one does not, so leave it out")
+    return ids[0], ids[1]
+
+
+def _marker(tokenizer, text):
+    "The id of a marker, or None."
+    found = tokenizer.hf.convert_tokens_to_ids(text)
+    return found if found is not None and tokenizer.token_bytes(found) == text.encode() else None
+
+
+def _open_turn_of(tokenizer, ids):
+    "`open_turn` of token ids: only what follows the assistant's last marker, or else the last think tag, is decoded."
+    for names in (("<|assistant|>",), (THINK, END_THINK)):
+        marks = {_marker(tokenizer, name) for name in names}
+        at = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in marks), None)
+        if at is not None: return open_turn(tokenizer.decode(ids[at:]))
+    return ""
+
+# %% ../../nbs/22_structured.ipynb #dc4e9c6c
+class ThinkingBudget:
+    "A reply whose thinking ends in time; to the runner, a grammar."
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,                 # V, of the model
+        prompt_token_ids: list[int],     # whose tail says whether the reply begins with thinking
+        budget: int,                     # tokens of thinking, tags not counted
+        grammar: Grammar | None = None,  # what else binds the reply
+    ):
+        self.tokenizer, self.vocab_size, self.left, self.grammar = tokenizer, vocab_size, budget, grammar
+        think, close = thinking_ids(tokenizer, vocab_size)
+        self.everything = torch.full(((vocab_size + 31) // 32,), -1, dtype=torch.int32)
+        bit = lambda i: torch.zeros_like(self.everything, dtype=torch.int64).index_fill_(0, torch.tensor(i // 32), 1 << (i % 32)).to(torch.int32)
+        self.only_close, self.not_think = bit(close), ~bit(think)
+        self.thinking, self.answering, self.tail = False, False, b""
+        self._hear(_open_turn_of(tokenizer, prompt_token_ids).encode())
+
+    def _hear(self, word: bytes):
+        "Go on by some bytes: a tag may be one token or spelled, as it may be to the parser and to a grammar."
+        text, tags = self.tail + word, (THINK.encode(), END_THINK.encode())
+        while not self.answering:
+            if self.thinking:
+                _, found, rest = text.partition(tags[1])
+                if not found: break
+                self.thinking, text = False, rest
+            else:
+                text = text.lstrip()
+                found = next((tag for tag in tags if text.startswith(tag)), None)
+                self.answering = found is None and not any(tag.startswith(text) for tag in tags)
+                if found is None: break
+                self.thinking, text = found == tags[0], text[len(found):]
+        self.tail = text[1 - len(tags[1]):]
+
+    def mask(self) -> Tensor:  # [⌈V/32⌉] int32
+        "The tokens that may come next."
+        if self.thinking and not self.left: return self.only_close
+        mask = self.everything if self.grammar is None else self.grammar.mask()
+        return mask if self.left or self.answering else mask & self.not_think
+
+    def accept(self, token_id: int) -> None:
+        "Go on by one token."
+        thought = self.thinking
+        if self.grammar is not None: self.grammar.accept(token_id)
+        self._hear(self.tokenizer.token_bytes(token_id))
+        if thought and self.thinking: self.left -= 1
+
+    def fork(self) -> "ThinkingBudget":
+        "A copy that goes its own way."
+        new = copy(self)
+        if self.grammar is not None: new.grammar = self.grammar.fork()
+        return new
+
+    def binds(self, count: int) -> bool:
+        "Whether the next `count` tokens need masks."
+        return self.grammar is not None or not self.answering and self.left < count

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..chat.structured import Grammar, structure_of
+from ..chat.structured import Grammar, GrammarError, ThinkingBudget, structure_of, thinking_ids
 from ..chat.template import render
 from ..chat.tokenizer import Detokenizer, Tokenizer, TokenizerError
 from .memory import Memory
@@ -271,6 +271,9 @@ def _check(
     self.scheduler.check(len(prompt_token_ids), params.max_tokens)
     if self.tokenizer is None and params.stop:
         raise RequestRefused("stop strings need text, and this model has no tokenizer; use stop_token_ids")
+    if params.thinking_token_budget is not None:
+        try: thinking_ids(self.tokenizer, self.vocab_size)
+        except GrammarError as cause: raise RequestRefused(str(cause)) from None
 
 
 def _add(
@@ -292,6 +295,7 @@ def _add(
         raise RequestRefused(f"the grammar was compiled for {grammar.vocab_size} tokens, the model has {self.vocab_size}; give Grammar.compile this vocab_size")
     s = self.scheduler
     if s.waiting + params.n > s.max_waiting: raise QueueFull(f"{s.waiting} sequences are waiting, the queue holds {s.max_waiting}; try again later")
+    if (budget := params.thinking_token_budget) is not None: grammar = ThinkingBudget(self.tokenizer, self.vocab_size, prompt_token_ids, budget, grammar)
     request = Request(request_id, params, draw_seed() if params.seed is None else params.seed)
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids)
     shared = isinstance(s.pages, PrefixCache) and params.prompt_logprobs is None and len(prompt_token_ids) > PAGE_SIZE

@@ -162,11 +162,13 @@ class Masks:
         step: Step,
         sampled: np.ndarray,         # indices of its rows that are chains
         device: torch.device,
-    ) -> "Masks | None":             # None if no chain is bound
+    ) -> "Masks | None":             # None if nothing binds a chain in this step
         "The masks of the chains' newest rows."
         if not bound: return None
-        sequences = [step.rows[i].sequence for i in sampled.tolist()]
-        grammars = {chain: bound[s.line].catch_up(s).fork() for chain, s in enumerate(sequences) if s.line in bound}
+        grammars = {}
+        for chain, rows in enumerate(step.rows[i] for i in sampled.tolist()):
+            if (own := bound.get(rows.sequence.line)) is None: continue
+            if (grammar := own.catch_up(rows.sequence)).binds(1 + rows.drafts): grammars[chain] = grammar.fork()
         return cls(grammars, device) if grammars else None
 
     def of(self, chains: list[int], places: list[int]) -> tuple[Tensor, Tensor] | None:
@@ -184,6 +186,7 @@ class Masks:
             grammar, masks = self.grammars[chains[row]], self.masks[chains[row]]
             if guess >= 0 and int(masks[-1][guess // 32]) >> (guess % 32) & 1: grammar.accept(guess)
             masks.append(grammar.mask())
+
 
 
 # %% ../../nbs/16_runner.ipynb #8b800836
@@ -221,7 +224,7 @@ class Runner:
         choice: int = 0,
         end_ids: Iterable[int] = (),         # ids that `min_tokens` holds back
         prompt_logprobs: int | None = None,  # alternatives for each token of the prompt
-        grammar: Any = None,                 # what binds the answer: a `Grammar` of the chapter structured, this sequence's own
+        grammar: Any = None,                 # what binds the answer: a `Grammar` or `ThinkingBudget` of the chapter structured, this sequence's own
     ):
         "Give a sequence its line, before its first step."
         if self.free_lines: sequence.line = self.free_lines.pop()

@@ -94,6 +94,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0       # divides positive logits of tokens in prompt or output, multiplies negative ones
     max_tokens: int | None = 16           # None: until the context is full; 0: only score the prompt
     min_tokens: int = 0                   # no end before this many
+    thinking_token_budget: int | None = None  # tokens that thinking may have; then it is closed. None: no limit
     stop: tuple[str, ...] = ()            # strings that end the text (a string or a list)
     stop_token_ids: tuple[int, ...] = ()  # ids that end it
     ignore_eos: bool = False              # go on after the model's own end
@@ -127,6 +128,7 @@ def _checked(p: SamplingParams) -> dict:
         "frequency_penalty": _real("frequency_penalty", p.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         "repetition_penalty": _real("repetition_penalty", p.repetition_penalty, 1 / LARGEST, LARGEST),
         "max_tokens": _whole("max_tokens", p.max_tokens, 0, none=True), "min_tokens": _whole("min_tokens", p.min_tokens, 0, MAX_COUNT),
+        "thinking_token_budget": _whole("thinking_token_budget", p.thinking_token_budget, 0, MAX_COUNT, none=True),
         "stop": _stop_strings(p.stop), "stop_token_ids": _stop_ids(p.stop_token_ids), "logit_bias": _biases(p.logit_bias),
         "logprobs": _whole("logprobs", p.logprobs, 0, MAX_LOGPROBS, none=True),
         "prompt_logprobs": _whole("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS, none=True)}

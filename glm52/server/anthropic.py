@@ -21,7 +21,7 @@ from ..chat.template import render
 from ..chat.tokenizer import Tokenizer
 from .openai import ChatChoice, ChatRequest, chat_pieces
 from .protocol import (ApiError, EventStream, Fields, Generation, Service, api_error, bind, body_schema, endpoint,
-                                   json_bytes, json_response, sampling_params, until_gone)
+                                   json_bytes, json_response, sampling_params, thinking_budget, until_gone)
 
 # %% ../../nbs/24_anthropic.ipynb #8bca35d5
 class MessagesRequest(Fields):
@@ -38,7 +38,7 @@ class MessagesRequest(Fields):
     seed: int | None = None                     # ours: absent is drawn
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None   # {"type": "auto" | "none" | "any" | "tool", "name": str, "disable_parallel_tool_use": bool}
-    thinking: dict[str, Any] | None = None      # {"type": "enabled" | "adaptive" | "disabled", …}
+    thinking: dict[str, Any] | None = None      # {"type": "enabled" | "adaptive" | "disabled", "budget_tokens": int}
     output_config: dict[str, Any] | None = None  # {"effort": "low" | … | "max"}
     metadata: dict[str, Any] | None = None      # accepted and unused
 
@@ -207,7 +207,8 @@ async def messages(
     ids = await service.in_text_thread(service.tokenizer.encode, text)
     check_room(service, len(ids), fields.max_tokens)
     if fields.seed is None: fields.seed = secrets.randbits(63)
-    params = sampling_params(service, fields, fields.max_tokens, stop=tuple(fields.stop_sequences or ()))
+    budget = thinking_budget(fields.thinking, thinking_options(fields)["enable_thinking"])
+    params = sampling_params(service, fields, fields.max_tokens, stop=tuple(fields.stop_sequences or ()), thinking_token_budget=budget)
     chat = ChatRequest(parallel_tool_calls=not (fields.tool_choice or {}).get("disable_parallel_tool_use"))
     grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, chat.parallel_tool_calls, None, text)
     generation = Generation(service, f"msg_{uuid.uuid4().hex}", [ids], [params], grammar)

@@ -12,6 +12,7 @@ __all__ = ['EFFORTS', 'openai_error', 'error_object', 'finite_logprob', 'token_n
 
 # %% ../../nbs/23_openai.ipynb #0a067bc9
 import re, secrets, time, uuid
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -23,7 +24,7 @@ from ..chat.parsers import OutputParser
 from ..chat.template import render
 from ..chat.tokenizer import Detokenizer, Tokenizer
 from .protocol import (ApiError, EventStream, Fields, Generation, SamplingFields, Service, api_error, bind, body_schema, endpoint,
-                       json_bytes, json_response, sampling_params, until_gone)
+                       json_bytes, json_response, sampling_params, thinking_budget, until_gone)
 
 # %% ../../nbs/23_openai.ipynb #63601ec6
 def openai_error(error: ApiError) -> Response:
@@ -291,7 +292,7 @@ class ChatRequest(SamplingFields):
     response_format: dict[str, Any] | None = None    # text, json_object or json_schema
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    thinking: dict[str, Any] | None = None           # Z.ai: {"type": "enabled" | "disabled", "clear_thinking": bool}
+    thinking: dict[str, Any] | None = None           # Z.ai: {"type": "enabled" | "disabled", "clear_thinking": bool, "budget_tokens": int}
     chat_template_kwargs: dict[str, Any] | None = None  # anything the template knows; it wins over the fields above
     add_generation_prompt: bool = True
     continue_final_message: bool = False             # the last assistant message is a beginning to go on from
@@ -336,15 +337,16 @@ class ChatChoice:
     ):
         self.tokenizer, self.fields, self.index, self.parser = service.engine.tokenizer, fields, index, parser
         self.waiting: dict = {}                 # log-probs and ids not yet sent
-        self.ends: list[tuple[int, int]] = []   # (characters, tokens) after each step
+        self.text, self.marks = TextOffsets(self.tokenizer, 0, fields.skip_special_tokens), [0]   # characters before each token, and at the end
         self.fresh, self.done = True, False
 
     def take(self, step: Any) -> list[dict]:
         "The pieces that one step adds."
         if self.done: return []
         self._keep(step)
-        characters, tokens = self.ends[-1] if self.ends else (0, 0)
-        self.ends.append((characters + len(step.text_delta), tokens + len(step.token_ids)))
+        for token_id in step.token_ids:
+            self.text.take(token_id)
+            self.marks.append(self.text.next)
         deltas = self.parser.feed(step.text_delta)
         if step.finish_reason: deltas += self.parser.finish(step.finish_reason)
         pieces = [self._piece({"role": "assistant", "content": ""})] if self.fresh else []
@@ -368,13 +370,13 @@ class ChatChoice:
 
     @property
     def reasoning_tokens(self) -> int:
-        "Tokens of thinking and of the tag that closed it, to the step."
-        spans = self.parser.spans
-        last = max((i for i, span in enumerate(spans) if span.kind == "reasoning"), default=None)
-        if last is None: return 0
-        ended = spans[last].end
-        if len(spans) > last + 1 and spans[last + 1].kind == "markup": ended = spans[last + 1].end
-        return next((tokens for characters, tokens in self.ends if characters >= ended), self.ends[-1][1])
+        "Tokens of thinking, without its tags: those that begin and end in its text."
+        marks, total = self.marks, 0
+        for span in self.parser.spans:
+            if span.kind != "reasoning": continue
+            after = min(bisect_left(marks, span.end, hi=len(marks) - 1), bisect_right(marks, span.end) - 1)
+            total += max(after - bisect_left(marks, span.start), 0)
+        return total
 
     def _end(self, finish_reason: str, stop_reason: Any) -> dict:
         self.done = True
@@ -447,8 +449,9 @@ async def start_chat(
     text = await service.in_text_thread(chat_prompt, service.tokenizer, fields, tools)
     ids = await service.in_text_thread(service.tokenizer.encode, text)
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    thought = thinking_budget(fields.thinking, bool(template_options(fields).get("enable_thinking", True)), fields.thinking_token_budget)
     params = sampling_params(service, fields, service.budget(len(ids), getattr(fields, name), name),
-                             (top or 0) if fields.logprobs else None, prompt_logprobs=scores)
+                             (top or 0) if fields.logprobs else None, prompt_logprobs=scores, thinking_token_budget=thought)
     grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, fields.parallel_tool_calls is not False, fields.response_format, text)
     generation = Generation(service, f"chatcmpl-{uuid.uuid4().hex}", [ids], [params], grammar)
     choices = [form(service, fields, i, OutputParser(tools, text, calls=fields.tool_choice != "none")) for i in range(fields.n)]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'KINDS', 'ApiError', 'json_bytes', 'json_response', 'read_json', 'read_body', 'Fields', 'SamplingFields',
-           'validate', 'Service', 'sampling_params', 'bind', 'merge', 'in_time', 'Generation', 'ClientGone',
-           'until_gone', 'EventStream', 'endpoint', 'api_error', 'body_schema', 'live']
+           'validate', 'Service', 'sampling_params', 'thinking_budget', 'bind', 'merge', 'in_time', 'Generation',
+           'ClientGone', 'until_gone', 'EventStream', 'endpoint', 'api_error', 'body_schema', 'live']
 
 # %% ../../nbs/23_endpoints.ipynb #ebf79adc
 import asyncio, json, logging, math, secrets, socket, threading, time, uuid
@@ -19,11 +19,11 @@ from typing import Any
 import uvicorn
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 from starlette.requests import ClientDisconnect
 
 import glm52
-from ..chat.structured import Grammar, GrammarError, structure_of
+from ..chat.structured import Grammar, GrammarError, structure_of, thinking_ids
 from ..chat.template import TemplateError
 from ..chat.tokenizer import Tokenizer, TokenizerError
 from ..engine.engine import EngineClosed, EngineError
@@ -126,6 +126,7 @@ class SamplingFields(Fields):
     n: int | None = 1                            # choices for each prompt
     max_tokens: int | None = None                # absent takes what the context leaves
     min_tokens: int | None = 0
+    thinking_token_budget: StrictInt | None = None  # tokens of thinking before it is closed; see the chapter structured
     temperature: float | None = None             # absent takes the checkpoint's own default, as the next two do
     top_p: float | None = None
     top_k: int | None = None
@@ -239,7 +240,7 @@ class Service:
 
 # %% ../../nbs/23_endpoints.ipynb #f16500d5
 _PLAIN = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-          "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "logit_bias", "prompt_logprobs", "seed")
+          "thinking_token_budget", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "logit_bias", "prompt_logprobs", "seed")
 
 
 def sampling_params(
@@ -256,10 +257,27 @@ def sampling_params(
     try:
         params = SamplingParams(**chosen | overrides, max_tokens=max_tokens, logprobs=logprobs)
         params.check_vocabulary(service.engine.vocab_size)
+        if params.thinking_token_budget is not None: thinking_ids(service.engine.tokenizer, service.engine.vocab_size)
         return params
-    except SamplingError as cause:
+    except (SamplingError, GrammarError) as cause:
         param = next((name for name in _PLAIN if str(cause).startswith(name)), None)
         raise ApiError(str(cause), param=param) from None
+
+
+def thinking_budget(
+    thinking: dict | None,      # the request's field, Z.ai's or Anthropic's form
+    thinks: bool,               # whether the request lets the model think
+    budget: int | None = None,  # its `thinking_token_budget`
+) -> int | None:                # for `SamplingParams`
+    "The budget that a chat asks for, under either name; `ApiError` for nonsense, and for a limit on what is turned off."
+    inner = (thinking or {}).get("budget_tokens")
+    if inner is None and budget is None: return None
+    name = "thinking_token_budget" if inner is None else "thinking.budget_tokens"
+    try: SamplingParams(thinking_token_budget=budget if inner is None else inner)
+    except SamplingError as cause: raise ApiError(str(cause).replace("thinking_token_budget", name), param=name.split(".")[0]) from None
+    if None not in (inner, budget) and inner != budget: raise ApiError(f"{name} is {inner} and thinking_token_budget is {budget}; send one of them", param="thinking")
+    if not thinks: raise ApiError(f"{name} limits thinking, which this request turns off; leave one of the two out", param=name.split(".")[0])
+    return budget if inner is None else inner
 
 
 def bind(

@@ -535,4 +535,4 @@ def test_usage_is_chats():
         used = client.responses.create(**ask()).usage
         chat = client.chat.completions.create(model="glm52-test", messages=[message("user", "hi")]).usage
         assert (used.input_tokens, used.output_tokens, used.input_tokens_details.cached_tokens) == (chat.prompt_tokens, chat.completion_tokens, 4)
-        assert used.output_tokens_details.reasoning_tokens == chat.completion_tokens_details.reasoning_tokens == 3
+        assert used.output_tokens_details.reasoning_tokens == chat.completion_tokens_details.reasoning_tokens == 2

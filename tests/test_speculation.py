@@ -42,6 +42,7 @@ def oracle(monkeypatch, truth, right=0.8, seed=0):
         for s, i in enumerate(sampled.tolist()):
             rows = step.rows[i]
             for k in range(rows.drafts): tokens[s, k] = truth(rows.sequence, rows.start + 1 + k) if rng.random() < right else rng.randrange(self.vocab_size)
+        for k in range(tokens.shape[1] if masks is not None else 0): masks.follow(list(range(len(tokens))), tokens[:, k])
         shown = torch.cat([plan.token_ids[plan.sample_rows[chains.at[:, :1]]], tokens.clamp_min(0)], 1)
         plan.token_ids[plan.sample_rows] = chains.of_rows(shown)
         return Guesses(tokens)

@@ -285,6 +285,8 @@ def test_the_openai_client_gets_short_thoughts(served):
         assert not none.choices[0].message.reasoning_content and none.usage.completion_tokens_details.reasoning_tokens == 0 and none.choices[0].message.content
         bound = create(**plain | {"messages": TALKS[2]}, response_format=FORMAT, extra_body={"thinking_token_budget": 3})
         fits(bound.choices[0].message.content)
+        response = client.responses.create(model="glm52-nano", input=TALKS[1], max_output_tokens=100, temperature=0, extra_body={"thinking_token_budget": 4})
+        assert (response.output_text, response.usage.output_tokens_details.reasoning_tokens) == (whole.choices[0].message.content, 4)
         text = client.completions.create(model="glm52-nano", prompt="<|user|>hi<|assistant|><think>", max_tokens=30, temperature=0, extra_body={"thinking_token_budget": 1}).choices[0].text
         assert "</think>" in text
 

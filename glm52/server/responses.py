@@ -10,7 +10,6 @@ __all__ = ['REFUSED', 'LOGPROBS', 'SEALED', 'PLAIN', 'Options', 'TextOptions', '
 
 # %% ../../nbs/23_responses.ipynb #6c498961
 import base64, re, time, uuid
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ..chat.structured import GrammarError, read_tool_choice
 from ..chat.template import TemplateError, arguments_of, text_of
-from .openai import ChatChoice, ChatRequest, TextOffsets, chat_logprobs, openai_error, start_chat
+from .openai import ChatChoice, ChatRequest, chat_logprobs, openai_error, start_chat
 from .protocol import (ApiError, EventStream, Generation, SamplingFields, Service, api_error, body_schema, endpoint,
                                    json_bytes, json_response, until_gone)
 
@@ -328,14 +327,12 @@ class MessageChoice(ChatChoice):
 
     def __init__(self, service: Service, fields: ChatRequest, *rest):
         super().__init__(service, fields, *rest)
-        self.offsets = TextOffsets(self.tokenizer, 0, fields.skip_special_tokens)
-        self.scores: deque[tuple[int, dict]] = deque()   # (where its text begins, entry) of each token not given away
-        self.read = 0                                    # raw characters whose text has gone out
+        self.scores: list[dict] = []   # the entry of each token, beside its mark
+        self.given = self.read = 0     # tokens that have been looked at; raw characters whose text has gone out
 
     def _keep(self, step: Any):
         if not self.fields.logprobs: return
-        entries = chat_logprobs(self.tokenizer, step.token_ids, step.logprobs or [], self.fields.top_logprobs or 0)
-        self.scores.extend((self.offsets.take(token_id), entry) for token_id, entry in zip(step.token_ids, entries, strict=True))
+        self.scores += chat_logprobs(self.tokenizer, step.token_ids, step.logprobs or [], self.fields.top_logprobs or 0)
 
     def take(self, step: Any) -> list[dict]:
         "The pieces that one step adds."
@@ -352,9 +349,9 @@ class MessageChoice(ChatChoice):
             start = max(span.start, self.read)
             self.read = min(span.end, start + count)
             count -= self.read - start
-            while self.scores and self.scores[0][0] < self.read:
-                offset, entry = self.scores.popleft()
-                if offset >= start: entries.append(entry)
+            while self.given < len(self.scores) and self.marks[self.given] < self.read:
+                if self.marks[self.given] >= start: entries.append(self.scores[self.given])
+                self.given += 1
             if not count: break
         return entries
 

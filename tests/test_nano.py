@@ -1,6 +1,9 @@
 """The shipped model: complete, small, readable by transformers, and right about what it was trained for."""
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -57,6 +60,13 @@ def test_training_text_is_what_the_template_renders():
             if not item.thinking: m.pop("reasoning_content", None)   # with thinking off no client has any to send back
         effort = {} if item.effort == "max" else {"reasoning_effort": item.effort}
         assert render_prompt(item.messages[:-1], item.tools or None, enable_thinking=item.thinking, **effort) == prompt_and_answer(item)[0]
+
+
+def test_items_are_the_same_in_every_process():
+    "A seed names its items, whatever order this process keeps sets of strings in."
+    ask = "from glm52.nano.tasks import *; print([i.messages for f in FAMILIES for i in held_out_items(f, 20, 3)])"
+    said = [subprocess.run([sys.executable, "-c", ask], env=os.environ | {"PYTHONHASHSEED": str(n)}, capture_output=True, text=True, check=True).stdout for n in (1, 2)]
+    assert len(said[0]) > 10_000 and said[0] == said[1]
 
 
 def test_training_and_held_out_items_are_apart():

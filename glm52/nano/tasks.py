@@ -415,7 +415,7 @@ def draw_table(make: Maker, pairs: int, linked: float = 0.0) -> tuple: # (text, 
     keys, value = draw_keys(make, pairs), lambda: f"{make.upto(0, 999):03d}"
     if pairs < 13 and make.chance(0.3):  # small tables also hold names and things, numbers of any length and colours
         name = make.pick([lambda m: m.pick(PEOPLE), made_up_name, lambda m: m.pick(WORDS), lambda m: m.pick(SECOND)])
-        keys = list({name(make) for _ in keys} | {made_up_name(make), made_up_name(make)})
+        keys = list(dict.fromkeys([name(make) for _ in keys] + [made_up_name(make), made_up_name(make)]))
         value = make.pick([lambda: str(number(make)), lambda: make.pick(COLOURS), value])
     table, cut = {k: value() for k in keys}, int(len(keys) * linked)
     for source in keys[:cut]: table[source] = "see " + keys[make.upto(cut, len(keys) - 1)]

@@ -1,5 +1,6 @@
 """Answers bound by a grammar: by the engine, with guesses and without, and by official clients of a running server."""
 import json
+import re
 
 import anthropic
 import openai
@@ -113,6 +114,41 @@ def test_the_openai_client_gets_what_it_asked_for(served):
         with pytest.raises(openai.BadRequestError, match="cannot be enforced") as caught:
             client.chat.completions.create(messages=TALKS[1], response_format={"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}}, **plain)
         assert caught.value.param == "response_format"
+
+
+FREE = [("regex", r"(red|blue)-[0-9]{3}", r"(red|blue)-\d{3}"), ("choice", ["yes", "no", "yes, but"], "yes|no|yes, but"),
+        ("grammar", 'root ::= "go " place\nplace ::= "home" | "east " [1-9]', "go (home|east [1-9])"), ("json", SCHEMA, None), ("json", json.dumps(SCHEMA), None)]
+
+
+@pytest.mark.parametrize("kind, said, whole", FREE, ids=lambda x: x if isinstance(x, str) and x in dict.fromkeys(k for k, *_ in FREE) else "")
+def test_names_of_other_servers_bind_too(served, kind, said, whole):
+    "vLLM's `structured_outputs`, its older `guided_…`, and both behind thinking; the three spellings are one answer."
+    with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        forms = [{"structured_outputs": {kind: said}}, {f"guided_{kind}": said}] + ([{"response_format": {"type": kind, kind: said}}] if kind != "json" else [])
+        for thinking in (False, True):
+            texts = [client.chat.completions.create(model="glm52-nano", messages=TALKS[1], max_tokens=200, temperature=1, seed=2, extra_body=form | {"enable_thinking": thinking}).choices[0].message.content for form in forms]
+            assert len(set(texts)) == 1
+            fits(texts[0]) if whole is None else re.fullmatch(whole, texts[0]) or pytest.fail(texts[0])
+
+
+@pytest.mark.parametrize("fields, param, said", [
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "parenthesis"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "each bind the answer"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each bind the answer"),
+    ({"guided_choice": []}, "guided_choice", "guided_choice must be a list of texts"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "structured_outputs.choice must be a list"),
+    ({"structured_outputs": {"choice": "yes"}}, "structured_outputs", "structured_outputs.choice must be a list"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "use json, json_object, regex"),
+    ({"guided_json": "{"}, "guided_json", "is not JSON"), ({"guided_grammar": "root ::= x"}, "guided_grammar", "not defined"),
+    ({"response_format": {"type": "regex"}}, "response_format", "response_format.regex must be a text"),
+    ({"ebnf": "root ::= \"a\""}, "ebnf", "send structured_outputs")])
+def test_what_cannot_bind_is_said(served, fields, param, said):
+    with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with pytest.raises(openai.BadRequestError, match=said) as caught: client.chat.completions.create(model="glm52-nano", messages=TALKS[1], max_tokens=8, extra_body=fields)
+        assert caught.value.param == param
+        if "response_format" in fields: return
+        with pytest.raises(openai.BadRequestError, match="not supported by this server") as caught:
+            client.completions.create(model="glm52-nano", prompt="hi", max_tokens=8, extra_body={name: said or ["a"] for name, said in fields.items()})
 
 
 def test_the_anthropic_client_gets_its_call(served):

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import xgrammar
 from torch import Tensor
-from xgrammar.structural_tag import (AnyTextFormat, ConstStringFormat, JSONSchemaFormat, OptionalFormat, OrFormat,
+from xgrammar.structural_tag import (AnyTextFormat, ConstStringFormat, GrammarFormat, JSONSchemaFormat, OptionalFormat, OrFormat,
                                      RegexFormat, SequenceFormat, StructuralTag, TagFormat, TagsWithSeparatorFormat)
 
 from .parsers import (CALL, END_CALL, END_KEY, END_THINK, END_VALUE, KEY, TAGS, THINK, VALUE, Schema, is_text,
@@ -192,7 +192,7 @@ def structure_of(
     tools: list | None = None,               # declarations, in any form of the chapter template
     tool_choice: str | dict | None = None,   # None counts as "auto"
     parallel: bool = True,                   # False: at most one call
-    response_format: dict | None = None,     # OpenAI's: text, json_object or json_schema
+    response_format: dict | None = None,     # OpenAI's text, json_object or json_schema; or regex, choice, grammar with what they say under the same name
 ) -> Structure | None:                       # None: nothing to bind
     "What a request promises about its reply."
     functions = {tool["function"]["name"]: tool["function"] for tool in normalize_tools(tools)}
@@ -228,8 +228,9 @@ def _response(response_format, loose):
     kind = (response_format or {}).get("type", "text")
     if kind == "text": return None
     if kind == "json_object": return _json_format({"type": "object"}, "response_format", loose)
+    if kind in ("regex", "choice", "grammar"): return _free_form(kind, response_format.get(kind))
     if kind != "json_schema":
-        raise GrammarError(f"response_format.type is {kind!r}; use 'text', 'json_object' or 'json_schema'")
+        raise GrammarError(f"response_format.type is {kind!r}; use 'text', 'json_object', 'json_schema', 'regex', 'choice' or 'grammar'")
     inner = response_format.get("json_schema")
     inner = response_format if inner is None else inner
     if not isinstance(inner, dict) or inner.get("schema") is None:
@@ -238,6 +239,15 @@ def _response(response_format, loose):
     part = _json_format(inner["schema"], "response_format.schema", found)
     _check_strict(inner.get("strict"), found, loose)
     return part
+
+
+def _free_form(kind, said):
+    "An answer that is no JSON."
+    texts = said if kind == "choice" else [said]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise GrammarError(f"response_format.{kind} must be " + ("a list of texts, none of them empty" if kind == "choice" else "a text that is not empty"))
+    if kind == "choice": return OrFormat(elements=[ConstStringFormat(value=text) for text in texts])
+    return RegexFormat(pattern=said) if kind == "regex" else GrammarFormat(grammar=said)
 
 # %% ../../nbs/22_structured.ipynb #8774b4ad
 _COMPILERS: WeakKeyDictionary[Tokenizer, dict[int, xgrammar.GrammarCompiler]] = WeakKeyDictionary()
@@ -274,7 +284,7 @@ class Grammar:
             compiled = _compiler(tokenizer, width).compile_structural_tag(structure.source)
         except (RuntimeError, ValueError) as cause:
             reason = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(cause).strip()).splitlines()[0]
-            raise GrammarError(f"the schema cannot be compiled: {reason}") from cause
+            raise GrammarError(f"the grammar of the answer cannot be compiled: {reason}") from cause
         grammar, turn = cls(xgrammar.GrammarMatcher(compiled), width, structure.loose), open_turn(prompt_tail)
         if not turn.startswith(THINK): turn = THINK + turn if END_THINK in turn else THINK + END_THINK + turn
         if not grammar.matcher.accept_string(turn):

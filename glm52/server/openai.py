@@ -6,12 +6,12 @@
 __all__ = ['EFFORTS', 'openai_error', 'error_object', 'finite_logprob', 'token_name', 'ranked', 'chat_logprobs', 'TextOffsets',
            'completion_logprobs', 'prompt_logprobs_form', 'CompletionRequest', 'is_ids', 'read_prompts', 'alternatives',
            'CompletionChoice', 'completion_pieces', 'fold_completion', 'sse', 'envelope', 'stream_pieces', 'answer',
-           'completions', 'check_choices', 'ChatRequest', 'template_options', 'tools_in_force', 'ChatChoice',
-           'chat_pieces', 'join_message', 'fold_chat', 'start_chat', 'chat', 'chat_prompt', 'TokenizeRequest',
-           'DetokenizeRequest', 'tokenize', 'detokenize', 'model_card', 'openai_routes']
+           'completions', 'check_choices', 'ChatRequest', 'template_options', 'tools_in_force', 'answer_format',
+           'ChatChoice', 'chat_pieces', 'join_message', 'fold_chat', 'start_chat', 'chat', 'chat_prompt',
+           'TokenizeRequest', 'DetokenizeRequest', 'tokenize', 'detokenize', 'model_card', 'openai_routes']
 
 # %% ../../nbs/23_openai.ipynb #0a067bc9
-import re, secrets, time, uuid
+import json, re, secrets, time, uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -290,6 +290,11 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = False
     top_logprobs: int | None = None                  # alternatives at each token, 0 to 20
     response_format: dict[str, Any] | None = None    # text, json_object or json_schema
+    structured_outputs: dict[str, Any] | None = None  # vLLM's: one of json, json_object, regex, choice, grammar; below, its older names
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: dict[str, Any] | None = None           # Z.ai: {"type": "enabled" | "disabled", "clear_thinking": bool, "budget_tokens": int}
@@ -323,6 +328,27 @@ def tools_in_force(
 ) -> list[dict] | None:  # tools that the model sees
     "The declared tools, unless the request forbids them."
     return None if fields.tool_choice == "none" or not fields.tools else fields.tools
+
+# %% ../../nbs/23_openai.ipynb #d9a051f9
+def answer_format(
+    fields: ChatRequest,
+) -> tuple[dict | None, str | None]:  # in the form of response_format; the field that says it, if that is another
+    "What binds the answer, under whichever name the client knows."
+    said = {f"structured_outputs.{kind}": (kind, value) for kind, value in (fields.structured_outputs or {}).items() if value is not None and value is not False}
+    said |= {f"guided_{kind}": (kind, value) for kind in ("json", "regex", "choice", "grammar") if (value := getattr(fields, f"guided_{kind}")) is not None}
+    asked = fields.response_format
+    if not said: return asked, None
+    others = ["response_format"] if asked and asked.get("type", "text") != "text" else []
+    place, (kind, value) = next(iter(said.items()))
+    field = place.split(".")[0]
+    if len(said) + len(others) > 1: raise ApiError(f"{' and '.join([*others, *said])} each bind the answer; send one of them", param=field)
+    if kind not in ("json", "json_object", "regex", "choice", "grammar"):
+        raise ApiError(f"{place} is not supported; use json, json_object, regex, choice or grammar", param=field)
+    if kind == "json_object": return {"type": kind}, place
+    if kind != "json": return {"type": kind, kind: value}, place
+    try: schema = json.loads(value) if isinstance(value, str) else value
+    except ValueError as cause: raise ApiError(f"{place} is not JSON: {cause}", param=field) from None
+    return {"type": "json_schema", "json_schema": {"schema": schema}}, place
 
 # %% ../../nbs/23_openai.ipynb #bd941740
 class ChatChoice:
@@ -452,7 +478,8 @@ async def start_chat(
     thought = thinking_budget(fields.thinking, bool(template_options(fields).get("enable_thinking", True)), fields.thinking_token_budget)
     params = sampling_params(service, fields, service.budget(len(ids), getattr(fields, name), name),
                              (top or 0) if fields.logprobs else None, prompt_logprobs=scores, thinking_token_budget=thought)
-    grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, fields.parallel_tool_calls is not False, fields.response_format, text)
+    format, place = answer_format(fields)
+    grammar = await service.in_text_thread(bind, service, tools, fields.tool_choice, fields.parallel_tool_calls is not False, format, text, place)
     generation = Generation(service, f"chatcmpl-{uuid.uuid4().hex}", [ids], [params], grammar)
     choices = [form(service, fields, i, OutputParser(tools, text, calls=fields.tool_choice != "none")) for i in range(fields.n)]
     return generation, chat_pieces(generation, choices)

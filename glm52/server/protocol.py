@@ -8,7 +8,7 @@ __all__ = ['log', 'KINDS', 'ApiError', 'json_bytes', 'json_response', 'read_json
            'ClientGone', 'until_gone', 'EventStream', 'endpoint', 'api_error', 'body_schema', 'live']
 
 # %% ../../nbs/23_endpoints.ipynb #ebf79adc
-import asyncio, json, logging, math, secrets, socket, threading, time, uuid
+import asyncio, json, logging, math, re, secrets, socket, threading, time, uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -151,7 +151,8 @@ _ABSENT = {  # fields of other servers that would change the answer -> what to d
     "functions": "send tools", "function_call": "send tool_choice", "audio": "this model writes text",
     "modalities": "this model writes text", "web_search_options": "declare a search tool",
     "best_of": "send n", "use_beam_search": "send temperature 0 for the greedy answer", "length_penalty": "it belongs to beam search",
-    "guided_json": "", "guided_regex": "", "guided_choice": "", "guided_grammar": "", "structured_outputs": "",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), "/v1/chat/completions knows it"),
+    **dict.fromkeys(("regex", "ebnf", "json_schema"), "send structured_outputs to /v1/chat/completions"),
     "bad_words": "send logit_bias", "allowed_token_ids": "send logit_bias", "logits_processors": "",
     "truncate_prompt_tokens": "shorten the prompt", "prompt_embeds": "send text or token ids",
     "return_routed_experts": "", "return_indexer_topk": ""}
@@ -287,14 +288,16 @@ def bind(
     parallel: bool,                      # whether more than one call may come
     response_format: dict | None,        # OpenAI's
     prompt: str,                         # rendered
+    place: str | None = None,            # where the request says it, if not in response_format
 ) -> Grammar | None:                      # None: the request promises nothing about its answer
     "The grammar that a request's promises need; `ApiError` names the field that cannot be promised."
     try:
         structure = structure_of(tools, tool_choice, parallel, response_format)
         return structure and Grammar.compile(structure, service.tokenizer, prompt, service.engine.vocab_size)
     except GrammarError as cause:
-        field = str(cause).split(" ")[0].split(".")[0]
-        raise ApiError(str(cause), param=field if field in ("tool_choice", "tools", "response_format") else "response_format" if response_format else "tools") from None
+        said = str(cause).replace(f"response_format.{response_format['type']}", place) if place else str(cause)
+        field = re.split("[ .]", said)[0]
+        raise ApiError(said, param=field if field in ("tool_choice", "tools") else (place or "response_format").split(".")[0] if response_format else "tools") from None
 
 # %% ../../nbs/23_endpoints.ipynb #0ac8bbb2
 async def merge(

@@ -240,7 +240,7 @@ def _response(response_format, loose):
     _check_strict(inner.get("strict"), found, loose)
     return part
 
-
+# %% ../../nbs/22_structured.ipynb #967e1b05
 def _free_form(kind, said):
     "An answer that is no JSON."
     texts = said if kind == "choice" else [said]

@@ -149,6 +149,11 @@ def test_quarto_config_is_at_the_root_and_lists_every_chapter():
     assert sorted(listed) == sorted(p.name for p in NOTEBOOKS)
 
 
+def test_the_index_links_every_chapter():
+    linked = set(re.findall(r"\]\((\w+)\.ipynb\)", "".join(c.source for c in nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4).cells)))
+    assert linked == {notebook.stem for notebook in NOTEBOOKS} - {"index"}
+
+
 def test_readme_is_the_index_notebook():
     assert (ROOT / "README.md").read_text() == documentation.readme_text(), "run: make readme"
 
